@@ -1,0 +1,138 @@
+"""Keeps the record true. Two steps, because the GPU is often on another machine:
+
+    python results/record.py execute DIR   where the GPU is: runs the notebook, leaves it and its record in DIR
+    python results/record.py adopt DIR     in the repository: takes outputs, JSON and figures from DIR and refreshes every stated figure
+
+`python results/record.py refresh` only rewrites the stated figures from results/.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nbformat
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOK = ROOT / "nf4_triton.ipynb"
+README = ROOT / "README.md"
+HOME_RECORD = ROOT / "results" / "nvidia-h200.json"  # the run whose outputs the notebook is committed with
+DTYPES = {"float16": "fp16", "bfloat16": "bf16", "original": "original mix"}
+BASELINES = {
+    "unsloth_today": "today's Unsloth `fast_dequantize`",
+    "unsloth_puzzle": "the puzzle's three-launch `fast_dequantize`",
+    "peft": "PEFT `dequantize_module_weight`",
+}
+
+
+def sources_hash(notebook):
+    """Changes when any code cell changes: outputs belong to the sources they were made from."""
+    code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    return hashlib.sha256(code.encode()).hexdigest()
+
+
+def record_table(record):
+    """The recorded ratios as markdown."""
+    ratios = {(e["baseline"], e["dtypes"]): e["ratio"] for e in record["harness"]}
+    versions, exact, score = record["versions"], record["exact"], record["score"]
+    lines = [f"| speedup over | {' | '.join(DTYPES.values())} |", "|---" * (len(DTYPES) + 1) + "|"]
+    for baseline, label in BASELINES.items():
+        cells = (ratios[baseline, dtype] for dtype in DTYPES)
+        cells = (f"**{r['median']:.2f}×** ({r['p20']:.2f}–{r['p80']:.2f})" for r in cells)
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    pairs = len(record["harness"][0]["ours_s"])
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "bitsandbytes", "unsloth", "peft"))
+    lines += [
+        "",
+        f"Measured on one **{record['gpu']}**, {record['date']}, {packages}: the official harness `test_dequantize`, "
+        f"{pairs} interleaved pairs, median (20th to 80th percentile). "
+        f"Bit-exact: {exact['checked']:,} weights compared with bitsandbytes, {exact['differing']} differ. "
+        f"Score by the challenge's marking: {score['total']} of {score['possible']}. No T4 has been measured yet.",
+    ]
+    return "\n".join(lines)
+
+
+def roads_table(roads):
+    """The decodes that lost, as markdown."""
+    gpu, shape = roads["gpu"], "{} x {}".format(*roads["shape"])
+    lines = [
+        f"Other ways to look up the code, each bit-exact: kernel time at {shape} on one {gpu} ({roads['date']}, cold cache, median) and "
+        f"instructions per weight in the machine code for sm_75 (Triton {roads['triton']}).",
+        "",
+        "| decode | fp16, µs | bf16, µs | fp16, instr. | bf16, instr. |",
+        "|---|---|---|---|---|",
+    ]
+    for row in roads["rows"]:
+        times = [f"{row[dtype]['us']:.1f}" for dtype in ("float16", "bfloat16")]
+        counts = [f"{row[dtype]['sm_75_instructions']:.1f}" for dtype in ("float16", "bfloat16")]
+        lines.append(f"| {row['decode']} | {' | '.join(times + counts)} |")
+    return "\n".join(lines)
+
+
+def between(text, name, inside):
+    """`text` with what stands between the marks of `name` replaced."""
+    start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
+    if start not in text:
+        return text
+    head, rest = text.split(start)
+    return head + start + "\n" + inside + "\n" + end + rest.split(end)[1]
+
+
+def stated():
+    """{mark: markdown} of all that is stated from results/."""
+    parts = {"record": record_table(json.loads(HOME_RECORD.read_text()))}
+    roads = ROOT / "results" / "roads.json"
+    if roads.exists():
+        parts["roads"] = roads_table(json.loads(roads.read_text()))
+    return parts
+
+
+def refresh():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    readme = README.read_text()
+    for name, inside in stated().items():
+        readme = between(readme, name, inside)
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                cell.source = between(cell.source, name, inside)
+    README.write_text(readme)
+    nbformat.write(notebook, NOTEBOOK)
+
+
+def execute(folder):
+    from nbclient import NotebookClient
+
+    folder = Path(folder).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)  # the notebook writes its results/ here
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    try:
+        NotebookClient(notebook, timeout=None, kernel_name="python3", coalesce_streams=True).execute()
+    finally:
+        nbformat.write(notebook, folder / NOTEBOOK.name)
+
+
+def adopt(folder):
+    folder = Path(folder)
+    executed, notebook = (nbformat.read(path, as_version=4) for path in (folder / NOTEBOOK.name, NOTEBOOK))
+    if sources_hash(executed) != sources_hash(notebook):
+        raise SystemExit("the executed notebook's code differs from the repository's: run it again")
+    outputs = iter(cell for cell in executed.cells if cell.cell_type == "code")
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            done = next(outputs)
+            cell.outputs, cell.execution_count = done.outputs, done.execution_count
+    notebook.metadata["record"] = {"sources": sources_hash(notebook)}
+    nbformat.write(notebook, NOTEBOOK)
+    for file in (folder / "results").glob("*"):
+        shutil.copy(file, ROOT / "results" / file.name)
+    refresh()
+
+
+if __name__ == "__main__":
+    steps = {"execute": execute, "adopt": adopt, "refresh": refresh}
+    if len(sys.argv) < 2 or sys.argv[1] not in steps:
+        raise SystemExit(__doc__)
+    steps[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,342 @@
+"""A kept launch may never serve stale weights.
+
+Each change below must be noticed. On a CPU the same changes go through the interpreter's plain launch. On a GPU each check of the
+kept launch is also removed in turn: the test that is there for it must then fail, or it tests nothing.
+"""
+
+import copy
+import io
+import pickle
+
+import notebook
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit
+
+
+def fresh(nf4, device, shape=(64, 128), dtype=torch.float16, seed=0):
+    weight, state = nf4.quantized(shape, dtype, device, seed=seed)
+    return torch.nn.Parameter(weight, requires_grad=False), state
+
+
+def data_swapped(name):
+    """The tensor object stays, its memory is another: only an address tells."""
+
+    def change(weight, state, other_weight, other_state):
+        tensor, other = (weight, other_weight) if name == "weight" else (field(state, name), field(other_state, name))
+        tensor.data = other.data.flip(0) if tensor.dim() else other.data.clone()  # the codes of two states are equal, flipped they differ
+
+    return change
+
+
+def object_replaced(name):
+    """Another tensor object over the same memory, with another dtype: only the identity tells. To be refused."""
+
+    def change(weight, state, other_weight, other_state):
+        if name == "weight":
+            return weight.data[: weight.shape[0] // 2]
+        owner, last = (state.state2, name.split(".")[1]) if "." in name else (state, name)
+        tensor = getattr(owner, last)
+        setattr(owner, last, tensor.view(torch.int8 if tensor.dtype == torch.uint8 else torch.int32))
+
+    return change
+
+
+def attribute_set(name, value):
+    def change(weight, state, other_weight, other_state):
+        owner, last = (state.state2, name.split(".")[1]) if "." in name else (state, name)
+        setattr(owner, last, value)
+
+    return change
+
+
+def field(state, name):
+    return getattr(state.state2, name.split(".")[1]) if "." in name else getattr(state, name)
+
+
+STATE = ("absmax", "code", "offset", "state2.absmax", "state2.code")
+NOTICED = {f"{name}.data = ...": data_swapped(name) for name in ("weight", *STATE)}
+NOTICED |= {
+    "dtype = bfloat16": attribute_set("dtype", torch.bfloat16),
+    "shape = 128 x 64": attribute_set("shape", torch.Size((128, 64))),
+}
+REFUSED = {f"another {name} object": object_replaced(name) for name in ("weight", *STATE)}
+REFUSED |= {
+    "blocksize = 128": attribute_set("blocksize", 128),
+    "state2.blocksize = 8": attribute_set("state2.blocksize", 8),
+    "state2 = None": attribute_set("state2", None),
+    "quant_type = fp4": attribute_set("quant_type", "fp4"),
+}
+
+
+def apply_and_call(nf4, device, change):
+    weight, state = fresh(nf4, device)
+    nf4.dequantize_nf4(weight, state)
+    nf4.dequantize_nf4(weight, state)
+    if device == "cuda":
+        assert state._nf4_launch is not None, "no launch was kept, so nothing is tested"
+    replacement = change(weight, state, *fresh(nf4, device, seed=1))
+    weight = weight if replacement is None else replacement
+    return nf4.dequantize_nf4(weight, state), weight, state
+
+
+def check_noticed(nf4, device, name):
+    out, weight, state = apply_and_call(nf4, device, NOTICED[name])
+    expected = nf4.dequantize_reference(weight, state)  # bitsandbytes on a GPU does not read the state's code
+    assert out.dtype == expected.dtype and out.shape == expected.shape
+    assert nf4.bits_differing(out, expected) == 0
+
+
+def check_refused(nf4, device, name):
+    with pytest.raises(ValueError):
+        apply_and_call(nf4, device, REFUSED[name])
+
+
+@pytest.mark.parametrize("name", NOTICED)
+def test_changes_are_noticed(nf4, device, name):
+    check_noticed(nf4, device, name)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_changes_are_refused(nf4, device, name):
+    check_refused(nf4, device, name)
+
+
+def test_contents_changed_in_place(nf4, device):
+    weight, state = fresh(nf4, device)
+    other_weight, other_state = fresh(nf4, device, seed=1)
+    nf4.dequantize_nf4(weight, state)
+    weight.data.copy_(other_weight)
+    for name in STATE:
+        field(state, name).copy_(field(other_state, name))
+    assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), dequantize_4bit(other_weight.data, other_state)) == 0
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "copy", "pickle", "torch.save"])
+def test_copies_start_without_a_launch(nf4, device, how):
+    layer = nf4.bnb_Linear4bit(64, 128).to(device)
+    expected = nf4.your_dequantize_nf4(layer)
+    if how == "deepcopy":
+        clone = copy.deepcopy(layer)
+    elif how == "copy":
+        clone = copy.copy(layer)
+    elif how == "pickle":
+        clone = pickle.loads(pickle.dumps(layer))
+    else:
+        buffer = io.BytesIO()
+        torch.save(layer, buffer)
+        buffer.seek(0)
+        clone = torch.load(buffer, weights_only=False)
+    if how != "copy":  # a shallow copy shares tensors and state, so it may share the launch
+        assert getattr(clone.weight.quant_state, "_nf4_launch", None) is None
+        layer.weight.data.zero_()
+    assert nf4.bits_differing(nf4.your_dequantize_nf4(clone), expected) == 0
+
+
+def test_load_state_dict(nf4, device):
+    layer, other = (nf4.bnb_Linear4bit(64, 128).to(device) for _ in range(2))
+    nf4.your_dequantize_nf4(layer)
+    state = layer.weight.quant_state
+    layer.load_state_dict({"weight": other.weight.data}, strict=False)
+    expected = dequantize_4bit(other.weight.data, state)
+    assert nf4.bits_differing(nf4.your_dequantize_nf4(layer), expected) == 0
+
+
+def test_nothing_is_kept_alive(nf4, device):
+    import gc
+    import weakref
+
+    weight, state = fresh(nf4, device)
+    nf4.dequantize_nf4(weight, state)
+    nf4.dequantize_nf4(weight, state)
+    watched = [weakref.ref(weight), weakref.ref(state.absmax)]
+    state.absmax = state.absmax.clone()
+    del weight
+    gc.collect()
+    assert [ref() for ref in watched] == [None, None]
+
+
+@pytest.mark.gpu
+def test_moved_away_and_back(nf4):
+    layer = nf4.bnb_Linear4bit(64, 128).to("cuda")
+    expected = nf4.your_dequantize_nf4(layer)
+    layer = layer.to("cpu")
+    with pytest.raises(ValueError, match="cpu"):
+        nf4.your_dequantize_nf4(layer)
+    layer = layer.to("cuda")
+    for _ in range(2):
+        assert nf4.bits_differing(nf4.your_dequantize_nf4(layer), expected) == 0
+
+
+def check_stream(nf4):
+    weight, state = fresh(nf4, "cuda", (4096, 4096))
+    other_weight, _ = fresh(nf4, "cuda", (4096, 4096), seed=1)
+    expected = dequantize_4bit(other_weight.data, state)
+    nf4.dequantize_nf4(weight, state)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20_000_000)
+        weight.data.copy_(other_weight)  # ordered on this stream only
+        out = nf4.dequantize_nf4(weight, state)
+    torch.cuda.synchronize()
+    assert nf4.bits_differing(out, expected) == 0
+
+
+def check_graph(nf4):
+    weight, state = fresh(nf4, "cuda")
+    other_weight, _ = fresh(nf4, "cuda", seed=1)
+    nf4.dequantize_nf4(weight, state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = nf4.dequantize_nf4(weight, state)
+    weight.data.copy_(other_weight)
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert nf4.bits_differing(out, dequantize_4bit(other_weight.data, state)) == 0
+
+
+def plain_launches(nf4, monkeypatch):
+    """Counts the plain launches from now on."""
+    count, launch = [0], nf4.launch
+
+    def counting(*arguments):
+        count[0] += 1
+        return launch(*arguments)
+
+    monkeypatch.setattr(nf4, "launch", counting)
+    return count
+
+
+def check_hook(nf4, monkeypatch, which):
+    from triton import knobs
+
+    weight, state = fresh(nf4, "cuda")
+    nf4.dequantize_nf4(weight, state)
+    seen, hook = [], getattr(knobs.runtime, which)
+    note = lambda metadata: seen.append(metadata)  # noqa: E731
+    hook.add(note)
+    try:
+        nf4.dequantize_nf4(weight, state)
+    finally:
+        hook.remove(note)
+    assert len(seen) == 1
+
+
+def check_device(nf4, monkeypatch):
+    weight, state = fresh(nf4, "cuda")
+    current, real = [0], torch._C._cuda_getDevice
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: real() + current[0])
+    nf4.dequantize_nf4(weight, state)
+    count = plain_launches(nf4, monkeypatch)
+    nf4.dequantize_nf4(weight, state)
+    assert count == [0]
+    current[0] = 1
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", real)
+    nf4.dequantize_nf4(weight, state)
+    assert count == [1]
+
+
+def check_modes(nf4, monkeypatch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    weight, state = fresh(nf4, "cuda")
+    nf4.dequantize_nf4(weight, state)
+    with Seen():
+        nf4.dequantize_nf4(weight, state)
+    assert any("empty" in name for name in Seen.names)
+
+
+WATCHED = {
+    "stream": lambda nf4, monkeypatch: check_stream(nf4),
+    "graph": lambda nf4, monkeypatch: check_graph(nf4),
+    "enter hook": lambda nf4, monkeypatch: check_hook(nf4, monkeypatch, "launch_enter_hook"),
+    "exit hook": lambda nf4, monkeypatch: check_hook(nf4, monkeypatch, "launch_exit_hook"),
+    "device": check_device,
+    "modes": check_modes,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_world_around(nf4, monkeypatch, name):
+    WATCHED[name](nf4, monkeypatch)
+
+
+@pytest.mark.gpu
+def test_a_repeated_call_is_the_kept_one(nf4, monkeypatch):
+    weight, state = fresh(nf4, "cuda")
+    nf4.dequantize_nf4(weight, state)
+    count = plain_launches(nf4, monkeypatch)
+    out = nf4.dequantize_nf4(weight, state)
+    assert count == [0] and nf4.bits_differing(out, dequantize_4bit(weight.data, state)) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("missing", ["run", "empty_cuda"])
+def test_falls_back_where_internals_are_not_as_expected(nf4, monkeypatch, missing):
+    if missing == "run":
+        monkeypatch.setattr(nf4, "keep_launch", lambda compiled, *rest: notebook_keep(object(), *rest))
+        notebook_keep = notebook.load("nf4_fallback").keep_launch
+    else:
+        monkeypatch.setattr(nf4, "empty_cuda", None)
+    weight, state = fresh(nf4, "cuda")
+    for _ in range(3):
+        assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), dequantize_4bit(weight.data, state)) == 0
+    assert state._nf4_launch is None
+
+
+REMOVED = {  # a line of the check -> (its replacement, the test that must then fail)
+    "            state2 is not None\n": ("            True\n", "state2 = None"),
+    "weight_ref() is weight": ("True", "another weight object"),
+    "absmax_ref() is (absmax := quant_state.absmax)": ("((absmax := quant_state.absmax) is not None)", "another absmax object"),
+    "code_ref() is (code := quant_state.code)": ("((code := quant_state.code) is not None)", "another code object"),
+    "offset_ref() is (offset := quant_state.offset)": ("((offset := quant_state.offset) is not None)", "another offset object"),
+    "absmax2_ref() is (absmax2 := state2.absmax)": ("((absmax2 := state2.absmax) is not None)", "another state2.absmax object"),
+    "code2_ref() is (code2 := state2.code)": ("((code2 := state2.code) is not None)", "another state2.code object"),
+    "weight.data_ptr() == weight_at": ("True", "weight.data = ..."),
+    " absmax.data_ptr() == absmax_at": (" True", "absmax.data = ..."),
+    " code.data_ptr() == code_at": (" True", "code.data = ..."),
+    "offset.data_ptr() == offset_at": ("True", "offset.data = ..."),
+    "absmax2.data_ptr() == absmax2_at": ("True", "state2.absmax.data = ..."),
+    "code2.data_ptr() == code2_at": ("True", "state2.code.data = ..."),
+    "quant_state.dtype is dtype": ("True", "dtype = bfloat16"),
+    "quant_state.shape == shape": ("True", "shape = 128 x 64"),
+    'quant_state.quant_type == "nf4"': ("True", "quant_type = fp4"),
+    "quant_state.blocksize == blocksize": ("True", "blocksize = 128"),
+    "state2.blocksize == blocksize2": ("True", "state2.blocksize = 8"),
+    "current_device() == index": ("True", "device"),
+    "not modes()": ("True", "modes"),
+    "not hooks.launch_enter_hook.calls": ("True", "enter hook"),
+    "not hooks.launch_exit_hook.calls": ("True", "exit hook"),
+    "current_stream(index)": ("0", "stream"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("line", REMOVED)
+def test_each_check_is_needed(line, monkeypatch):
+    replacement, name = REMOVED[line]
+    weakened = notebook.load("nf4_weakened", edit=(line, replacement))
+    with pytest.raises((AssertionError, AttributeError, pytest.fail.Exception)):
+        if name in NOTICED:
+            check_noticed(weakened, "cuda", name)
+        elif name in REFUSED:
+            check_refused(weakened, "cuda", name)
+        else:
+            WATCHED[name](weakened, monkeypatch)
+
+
+def test_the_removals_cover_the_whole_check():
+    """A line added to the check must come with a removal above."""
+    source = next(source for _, source in notebook.exports() if "def keep_launch" in source)
+    condition = source.split("        if (\n")[1].split("        ):\n")[0]
+    for line in condition.splitlines(keepends=True):
+        assert any(removed.strip() in line for removed in REMOVED), line
