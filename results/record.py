@@ -1,7 +1,7 @@
 """Keeps the record true. Two steps, because the GPU is often on another machine:
 
     python results/record.py execute DIR   where the GPU is: runs the notebook, leaves it and its record in DIR
-    python results/record.py adopt DIR     in the repository: takes outputs, JSON and figures from DIR and refreshes every stated figure
+    python results/record.py adopt DIR     in the repository: takes outputs, JSON, figures in, refreshes what is stated
 
 `python results/record.py refresh` only rewrites the stated figures from results/.
 """
@@ -58,7 +58,8 @@ def roads_table(roads):
     """The decodes that lost, as markdown."""
     gpu, shape = roads["gpu"], "{} x {}".format(*roads["shape"])
     lines = [
-        f"Other ways to look up the code, each bit-exact: kernel time at {shape} on one {gpu} ({roads['date']}, cold cache, median) and "
+        f"Other ways to look up the code, each bit-exact: kernel time at {shape} on one {gpu} ({roads['date']}, "
+        "cold cache, median) and "
         f"instructions per weight in the machine code for sm_75 (Triton {roads['triton']}).",
         "",
         "| decode | fp16, µs | bf16, µs | fp16, instr. | bf16, instr. |",
@@ -69,6 +70,22 @@ def roads_table(roads):
         counts = [f"{row[dtype]['sm_75_instructions']:.1f}" for dtype in ("float16", "bfloat16")]
         lines.append(f"| {row['decode']} | {' | '.join(times + counts)} |")
     return "\n".join(lines)
+
+
+def t4_text(sm_75, t4_ptx):
+    """What is known of a T4 without one, as markdown."""
+    colab = sm_75["3.6.0"]
+    fp16, bf16 = colab["float16"], colab["bfloat16"]
+    assert all(sm_75[version][dtype]["compiled"] for version in sm_75 for dtype in ("float16", "bfloat16", "float32"))
+    assert fp16["spills"] == bf16["spills"] == fp16["shared"] == bf16["shared"] == t4_ptx["differing"] == 0
+    versions = sorted(sm_75, key=lambda version: [int(part) for part in version.split(".")])
+    return (
+        f"The kernel compiles for sm_75 with Triton {', '.join(versions)}. On 3.6.0, which Colab ships, it takes "
+        f"{fp16['instructions_per_weight']:.2f} instructions per weight in fp16 and "
+        f"{bf16['instructions_per_weight']:.2f} in bf16, {fp16['registers']} and {bf16['registers']} registers, no spills, "
+        "no shared memory, and stores 128 bits at a time (`results/sm_75.json`). Its PTX for sm_75, translated by the "
+        f"driver of an {t4_ptx['gpu']}, gave {t4_ptx['checked']:,} weights of which {t4_ptx['differing']} differ from bitsandbytes (`results/t4_ptx.json`)."
+    )
 
 
 def between(text, name, inside):
@@ -83,10 +100,10 @@ def between(text, name, inside):
 def stated():
     """{mark: markdown} of all that is stated from results/."""
     parts = {"record": record_table(json.loads(HOME_RECORD.read_text()))}
-    roads = ROOT / "results" / "roads.json"
-    if roads.exists():
-        parts["roads"] = roads_table(json.loads(roads.read_text()))
-    return parts
+    roads, sm_75, t4_ptx = (
+        json.loads((ROOT / "results" / f"{name}.json").read_text()) for name in ("roads", "sm_75", "t4_ptx")
+    )
+    return parts | {"roads": roads_table(roads), "t4": t4_text(sm_75, t4_ptx)}
 
 
 def refresh():

@@ -1,6 +1,6 @@
 """Measures the roads not taken: other ways to look up the code, in the frame of the notebook's path by words.
 
-    python results/roads.py FILE    on a GPU: checks each against bitsandbytes, times it, counts its sm_75 instructions, writes JSON
+    python results/roads.py FILE    on a GPU: checks each against bitsandbytes, times it, counts sm_75 instructions
 
 Not part of what graders run. What the decodes share with the notebook's kernel is taken from the notebook.
 """
@@ -73,7 +73,12 @@ def _decode(word, scale, code, half, code_ptr, DTYPE: tl.constexpr, DECODE: tl.c
         pairs = _decode_by_table(word, scale, code_ptr, DTYPE)
     elif DECODE == "shuffle":
         w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
-            _LOOK_UP, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [code, word], dtype=(tl.float32,) * 8, is_pure=True, pack=1
+            _LOOK_UP,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+            [code, word],
+            dtype=(tl.float32,) * 8,
+            is_pure=True,
+            pack=1,
         )
         pairs = (
             _pack(w0 * scale, w1 * scale, DTYPE),
@@ -113,7 +118,9 @@ def _road_kernel(
             absmax = tl.load(absmax_ptr + (first + step) * (WORDS // 8))
             scales = scales + (_block_scale(absmax, absmax2, offset, code2_ptr),)
         for step in tl.static_range(AHEAD):
-            w01, w23, w45, w67 = _decode(words[step], scales[step], code, half, code_ptr, out_ptr.dtype.element_ty, DECODE)
+            w01, w23, w45, w67 = _decode(
+                words[step], scales[step], code, half, code_ptr, out_ptr.dtype.element_ty, DECODE
+            )
             quad = tl.reshape(tl.join(tl.join(w01, w45), tl.join(w23, w67)), [WORDS * 4])
             tl.store(quad_ptr + (first + step) * WORDS * 4, quad)
 
@@ -148,7 +155,11 @@ def measure(shape=(4096, 14336)):
         for decode, microseconds in nf4.kernel_us(runs, rounds=5).items():
             facts = {"us": microseconds, "sm_75_instructions": sm_75_instructions(dtype, decode)}
             rows[decode][str(dtype).removeprefix("torch.")] = facts
-    origin = {"gpu": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(), "triton": triton.__version__}
+    origin = {
+        "gpu": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "triton": triton.__version__,
+    }
     return {**origin, "shape": list(shape), "rows": list(rows.values())}
 
 

@@ -26,16 +26,17 @@ from triton.compiler import ASTSource  # noqa: E402
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-def compile_for(nf4, dtype, setting, capability=75):
-    """The CompiledKernel for a 4096 x 4096 weight of 16-byte aligned tensors."""
-    constants, _ = nf4.launch_plan(4096 * 4096, dtype, 64, 256, True, True, setting)
+def compile_for(nf4, dtype, setting, n_weights=4096 * 4096):
+    """The CompiledKernel for sm_75 and n_weights weights in 16-byte aligned tensors, and its number of programs."""
+    constants, programs = nf4.launch_plan(n_weights, dtype, 64, 256, True, True, setting)
     kernel = nf4._dequantize_nf4_kernel
     types = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(constants, "constexpr")
     types |= {"out_ptr": f"*{TYPES[dtype]}", "weight_ptr": "*u8", "absmax_ptr": "*u8", "n_weights": "i32"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in constants}
+    unaligned = set(constants) | ({"n_weights"} if n_weights % 16 else set())
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in unaligned}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, types, values, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": setting.num_warps})
+    return triton.compile(source, target=GPUTarget("cuda", 75, 32), options={"num_warps": setting.num_warps}), programs
 
 
 def disassemble(compiled):
@@ -45,7 +46,9 @@ def disassemble(compiled):
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         text = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
-        usage = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            [tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True
+        ).stdout
     instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", text, re.M)
     last = max(i for i, instruction in enumerate(instructions) if "EXIT" in instruction)
     return instructions[: last + 1], usage
@@ -57,7 +60,9 @@ def facts(compiled, setting):
 
     def widths(name):
         found = [re.sub(r"@!?U?P\d+\s+", "", i) for i in instructions]
-        return sorted(int((re.search(r"\.U?S?(8|16|64|128)\b", i.split()[0]) or [0, 32])[1]) for i in found if i.startswith(name))
+        return sorted(
+            int((re.search(r"\.U?S?(8|16|64|128)\b", i.split()[0]) or [0, 32])[1]) for i in found if i.startswith(name)
+        )
 
     return {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
@@ -73,7 +78,10 @@ def all_facts(nf4):
     setting = nf4.Setting()
     report = {"triton": triton.__version__, "setting": [setting.num_warps, setting.steps]}
     for dtype in TYPES:
-        report[str(dtype).removeprefix("torch.")] = {"compiled": True, **facts(compile_for(nf4, dtype, setting), setting)}
+        report[str(dtype).removeprefix("torch.")] = {
+            "compiled": True,
+            **facts(compile_for(nf4, dtype, setting)[0], setting),
+        }
     return report
 
 

@@ -1,5 +1,6 @@
 """Inside torch.compile: one graph, no break, no recompilation, equal bits. Inductor on a GPU, AOT eager on a CPU."""
 
+import notebook
 import pytest
 import torch
 
@@ -12,7 +13,13 @@ def test_one_graph_and_equal_bits(nf4, device, dtype, tmp_path):
         reports = nf4.compile_reports(X, mlp, dtype, device)
     assert len(reports) == 2 * len(nf4.COMPILE_RUNS)
     for name, report in reports.items():
-        expected = {"graphs": 1, "graph_breaks": 0, "recompiles": 0, "bit_equal": True, "compiled": device == "cuda"}
+        expected = {
+            "graphs": 1,
+            "graph_breaks": 0,
+            "recompiles": 0,
+            "bit_equal": True,
+            "compiled": device == "cuda",
+        }
         assert report == expected, name
 
 
@@ -56,7 +63,18 @@ def test_opcheck(nf4, device):
     torch.library.opcheck(nf4.dequantize_op, arguments)
 
 
+def test_definitions_may_be_run_twice(device):
+    """As a reader does who runs all cells again in one kernel."""
+    notebook.load("nf4_again")
+    nf4 = notebook.load("nf4_again")
+    weight, state = nf4.quantized((64, 64), torch.float16, device)
+    report = nf4.compile_report(
+        nf4.dequantize_nf4, [(weight, state)], [nf4.dequantize_reference(weight, state)], device
+    )
+    assert report["bit_equal"] and report["graphs"] == 1
+
+
 def test_strings_for_inductor_have_no_line_breaks(nf4):
-    """Inductor (torch 2.11) writes a module-level constexpr string into a string of its own: a line break ends it early."""
+    """Inductor (torch 2.11) writes a module-level constexpr string inside a string: a line break ends it early."""
     strings = [v.value for v in vars(nf4).values() if isinstance(v, nf4.tl.constexpr) and isinstance(v.value, str)]
     assert strings and not any("\n" in string for string in strings)

@@ -33,8 +33,23 @@ MALFORMED = {
     "code too short": (replaced("code", lambda s, w: s.code[:8]), "code must be 16"),
     "code dtype": (replaced("code", lambda s, w: s.code.half()), "float16"),
     "offset dtype": (replaced("offset", lambda s, w: s.offset.double()), "float64"),
-    "state2.absmax too short": (replaced("state2.absmax", lambda s, w: s.state2.absmax[:0]), r"state2\.absmax must be 1"),
-    "state2.code too short": (replaced("state2.code", lambda s, w: s.state2.code[:255]), r"state2\.code must be 256"),
+    "state2.absmax too short": (
+        replaced("state2.absmax", lambda s, w: s.state2.absmax[:0]),
+        r"state2\.absmax must be 1",
+    ),
+    "state2.code too short": (
+        replaced("state2.code", lambda s, w: s.state2.code[:255]),
+        r"state2\.code must be 256",
+    ),
+    "shape missing": (replaced("shape", lambda s, w: None), "shape must be .* got None"),
+    "absmax missing": (replaced("absmax", lambda s, w: None), "absmax must be a tensor, got NoneType"),
+    "offset missing": (replaced("offset", lambda s, w: None), "offset must be a tensor, got NoneType"),
+    "blocksize 0": (replaced("blocksize", lambda s, w: 0), "blocksize must be a power of two .* got 0"),
+    "blocksize 96": (replaced("blocksize", lambda s, w: 96), "blocksize must be a power of two .* got 96"),
+    "state2.blocksize 100": (
+        replaced("state2.blocksize", lambda s, w: 100),
+        r"state2\.blocksize must be a power of two .* got 100",
+    ),
     "repacked for the CPU": (replaced("packing_format_for_cpu", lambda s, w: True), "repacked"),
     "absmax on another device": (replaced("absmax", lambda s, w: s.absmax.to("meta")), "meta"),
     "weight on another device": (lambda w, s: (w.to("meta"), s), "meta"),
@@ -45,7 +60,9 @@ MALFORMED = {
 def test_malformed_states(nf4, nf4_pair, monkeypatch, case):
     change, message = MALFORMED[case]
     weight, state = nf4_pair
-    if case != "repacked for the CPU":  # that one replaces the packed bytes as well, and a kept launch would see it by them
+    if (
+        case != "repacked for the CPU"
+    ):  # that one replaces the packed bytes as well, and a kept launch would see it by them
         nf4.dequantize_nf4(weight, state)  # a launch that is already kept must not get in the way
     weight, state = change(weight, state)
     monkeypatch.setattr(nf4, "launch", lambda *_: pytest.fail("launched"))
@@ -76,7 +93,16 @@ def test_a_cpu_weight_needs_the_interpreter(nf4, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_warps": 3}, {"num_warps": 32}, {"num_warps": 0}, {"steps": 5}, {"steps": "2"}, {"steps": -1}, {"shuffle": 1}]
+    "wrong",
+    [
+        {"num_warps": 3},
+        {"num_warps": 32},
+        {"num_warps": 0},
+        {"steps": 5},
+        {"steps": "2"},
+        {"steps": -1},
+        {"shuffle": 1},
+    ],
 )
 def test_settings(nf4, wrong):
     (name, value), *_ = wrong.items()

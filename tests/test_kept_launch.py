@@ -1,7 +1,7 @@
 """A kept launch may never serve stale weights.
 
-Each change below must be noticed. On a CPU the same changes go through the interpreter's plain launch. On a GPU each check of the
-kept launch is also removed in turn: the test that is there for it must then fail, or it tests nothing.
+Each change below must be noticed. On a CPU the same changes go through the interpreter's plain launch. On a GPU each
+check of the kept launch is also removed in turn: the test that is there for it must then fail, or it tests nothing.
 """
 
 import copy
@@ -24,7 +24,9 @@ def data_swapped(name):
 
     def change(weight, state, other_weight, other_state):
         tensor, other = (weight, other_weight) if name == "weight" else (field(state, name), field(other_state, name))
-        tensor.data = other.data.flip(0) if tensor.dim() else other.data.clone()  # the codes of two states are equal, flipped they differ
+        tensor.data = (
+            other.data.flip(0) if tensor.dim() else other.data.clone()
+        )  # the codes of two states are equal, flipped they differ
 
     return change
 
@@ -62,8 +64,10 @@ NOTICED |= {
 }
 REFUSED = {f"another {name} object": object_replaced(name) for name in ("weight", *STATE)}
 REFUSED |= {
+    "weight = None": None,
+    **{f"{name} = None": attribute_set(name, None) for name in STATE},
     "blocksize = 128": attribute_set("blocksize", 128),
-    "state2.blocksize = 8": attribute_set("state2.blocksize", 8),
+    "state2.blocksize = 32": attribute_set("state2.blocksize", 32),
     "state2 = None": attribute_set("state2", None),
     "quant_type = fp4": attribute_set("quant_type", "fp4"),
 }
@@ -88,8 +92,12 @@ def check_noticed(nf4, device, name):
 
 
 def check_refused(nf4, device, name):
-    with pytest.raises(ValueError):
-        apply_and_call(nf4, device, REFUSED[name])
+    with pytest.raises((ValueError, TypeError)):
+        if name == "weight = None":  # and the weight is gone
+            state = apply_and_call(nf4, device, attribute_set("dtype", torch.float16))[2]
+            nf4.dequantize_nf4(None, state)
+        else:
+            apply_and_call(nf4, device, REFUSED[name])
 
 
 @pytest.mark.parametrize("name", NOTICED)
@@ -283,8 +291,8 @@ def test_a_repeated_call_is_the_kept_one(nf4, monkeypatch):
 @pytest.mark.parametrize("missing", ["run", "empty_cuda"])
 def test_falls_back_where_internals_are_not_as_expected(nf4, monkeypatch, missing):
     if missing == "run":
-        monkeypatch.setattr(nf4, "keep_launch", lambda compiled, *rest: notebook_keep(object(), *rest))
-        notebook_keep = notebook.load("nf4_fallback").keep_launch
+        keep = nf4.keep_launch
+        monkeypatch.setattr(nf4, "keep_launch", lambda compiled, *rest: keep(object(), *rest))
     else:
         monkeypatch.setattr(nf4, "empty_cuda", None)
     weight, state = fresh(nf4, "cuda")
@@ -293,14 +301,31 @@ def test_falls_back_where_internals_are_not_as_expected(nf4, monkeypatch, missin
     assert state._nf4_launch is None
 
 
+@pytest.mark.gpu
+def test_starts_through_run_where_the_c_function_is_another(nf4, monkeypatch):
+    weight, state = fresh(nf4, "cuda", (96, 128))
+    compiled = nf4.launched(weight.data, state, nf4.Setting(), compiled=True)
+    seen, run, call = [], compiled.run, type(compiled.run).__call__
+
+    def counting(self, *arguments):
+        seen.append(arguments)
+        return call(self, *arguments)
+
+    monkeypatch.setattr(run, "arg_annotations", (), raising=False)  # as in Triton 3.7 and later
+    monkeypatch.setattr(type(run), "__call__", counting)
+    for _ in range(3):
+        assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), dequantize_4bit(weight.data, state)) == 0
+    assert state._nf4_launch is not None and len(seen) == 3
+
+
 REMOVED = {  # a line of the check -> (its replacement, the test that must then fail)
     "            state2 is not None\n": ("            True\n", "state2 = None"),
-    "weight_ref() is weight": ("True", "another weight object"),
-    "absmax_ref() is (absmax := quant_state.absmax)": ("((absmax := quant_state.absmax) is not None)", "another absmax object"),
-    "code_ref() is (code := quant_state.code)": ("((code := quant_state.code) is not None)", "another code object"),
-    "offset_ref() is (offset := quant_state.offset)": ("((offset := quant_state.offset) is not None)", "another offset object"),
-    "absmax2_ref() is (absmax2 := state2.absmax)": ("((absmax2 := state2.absmax) is not None)", "another state2.absmax object"),
-    "code2_ref() is (code2 := state2.code)": ("((code2 := state2.code) is not None)", "another state2.code object"),
+    "weight_ref() is weight ": ("weight ", "another weight object"),
+    "absmax_ref() is (absmax := quant_state.absmax)": ("(absmax := quant_state.absmax)", "another absmax object"),
+    "code_ref() is (code := quant_state.code)": ("(code := quant_state.code)", "another code object"),
+    "offset_ref() is (offset := quant_state.offset)": ("(offset := quant_state.offset)", "another offset object"),
+    "absmax2_ref() is (absmax2 := state2.absmax)": ("(absmax2 := state2.absmax)", "another state2.absmax object"),
+    "code2_ref() is (code2 := state2.code)": ("(code2 := state2.code)", "another state2.code object"),
     "weight.data_ptr() == weight_at": ("True", "weight.data = ..."),
     " absmax.data_ptr() == absmax_at": (" True", "absmax.data = ..."),
     " code.data_ptr() == code_at": (" True", "code.data = ..."),
@@ -311,7 +336,13 @@ REMOVED = {  # a line of the check -> (its replacement, the test that must then 
     "quant_state.shape == shape": ("True", "shape = 128 x 64"),
     'quant_state.quant_type == "nf4"': ("True", "quant_type = fp4"),
     "quant_state.blocksize == blocksize": ("True", "blocksize = 128"),
-    "state2.blocksize == blocksize2": ("True", "state2.blocksize = 8"),
+    "state2.blocksize == blocksize2": ("True", "state2.blocksize = 32"),
+    "is weight is not None": ("is weight", "weight = None"),
+    ":= quant_state.absmax) is not None": (":= quant_state.absmax)", "absmax = None"),
+    ":= quant_state.code) is not None": (":= quant_state.code)", "code = None"),
+    ":= quant_state.offset) is not None": (":= quant_state.offset)", "offset = None"),
+    ":= state2.absmax) is not None": (":= state2.absmax)", "state2.absmax = None"),
+    ":= state2.code) is not None": (":= state2.code)", "state2.code = None"),
     "current_device() == index": ("True", "device"),
     "not modes()": ("True", "modes"),
     "not hooks.launch_enter_hook.calls": ("True", "enter hook"),
@@ -340,3 +371,28 @@ def test_the_removals_cover_the_whole_check():
     condition = source.split("        if (\n")[1].split("        ):\n")[0]
     for line in condition.splitlines(keepends=True):
         assert any(removed.strip() in line for removed in REMOVED), line
+
+
+@pytest.mark.gpu
+def test_a_failing_candidate_is_skipped_and_reported(nf4, monkeypatch):
+    broken, launched = nf4.Setting(8, 2), nf4.launched
+
+    def sometimes(weight, state, setting, compiled=False):
+        if setting == broken:
+            raise RuntimeError("out of resources")
+        out = launched(weight, state, setting, compiled)
+        return out * 2 if setting == nf4.Setting(1, 1) else out
+
+    monkeypatch.setattr(nf4, "launched", sometimes)
+    monkeypatch.setattr(nf4, "SETTINGS", {})
+    candidates = (broken, nf4.Setting(), nf4.Setting(1, 1))
+    rows = nf4.tune((torch.float16,), candidates, {"small": (1024, 1024)})
+    (_, _, results, chosen), *rest = rows
+    assert not rest and chosen == nf4.Setting() and nf4.SETTINGS == {(0, torch.float16, "small"): chosen}
+    assert "out of resources" in results[broken] and "weights differ" in results[nf4.Setting(1, 1)]
+    assert isinstance(results[nf4.Setting()], float)
+
+
+def test_size_classes_follow_the_harness(nf4):
+    sizes = sorted(option.hd * option.m for option in nf4.OPTIONS)
+    assert [nf4.size_class(n) for n in sizes] == list(nf4.SIZE_CLASSES)

@@ -33,10 +33,13 @@ def test_runs_from_top_to_bottom_without_a_gpu(tmp_path):
 
 def test_requirements_are_the_install_cell():
     source = next(cell.source for _, cell in CODE if "PACKAGES = " in cell.source)
-    packages = ast.literal_eval(re.search(r"PACKAGES = (\[.*?\])", source).group(1))
+    packages = ast.literal_eval(re.search(r"PACKAGES = (\[.*?\])", source, re.S).group(1))
     assert packages == (ROOT / "requirements.txt").read_text().split()
     imported = {
-        line.split()[1].split(".")[0] for _, s in notebook.exports() for line in s.splitlines() if re.match(r"(from|import) ", line)
+        line.split()[1].split(".")[0]
+        for _, s in notebook.exports()
+        for line in s.splitlines()
+        if re.match(r"(from|import) ", line)
     }
     assert imported - set(sys.stdlib_module_names) <= set(packages)
     tests = (ROOT / "tests" / "requirements.txt").read_text().split("\n")
@@ -56,11 +59,17 @@ def test_install_cell_installs_only_what_is_missing(monkeypatch):
     for gpu, missing, expected in (
         (True, {"bitsandbytes", "unsloth"}, [["bitsandbytes", "unsloth"]]),
         (False, {"bitsandbytes", "unsloth"}, [["bitsandbytes"]]),
-        (False, {"torch", "peft"}, [["torch==2.13.0", "--retries=1", "--extra-index-url=https://download.pytorch.org/whl/cpu"], ["peft"]]),
+        (
+            False,
+            {"torch", "peft"},
+            [["torch==2.13.0", "--retries=1", "--extra-index-url=https://download.pytorch.org/whl/cpu"], ["peft"]],
+        ),
     ):
         calls = []
         monkeypatch.setattr("shutil.which", lambda _, gpu=gpu: "nvidia-smi" if gpu else None)
-        monkeypatch.setattr("importlib.util.find_spec", lambda name, missing=missing: None if name in missing else object())
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name, missing=missing: None if name in missing else object()
+        )
         monkeypatch.setattr("subprocess.check_call", lambda command: calls.append(command[5:]))
         exec(compile(source, "install cell", "exec"), {})
         assert calls == expected
@@ -89,7 +98,9 @@ def test_notebook_is_made_for_a_t4():
 
 def test_outputs_belong_to_the_code():
     document = nbformat.read(notebook.NOTEBOOK, as_version=4)
-    assert document.metadata.record.sources == recorder.sources_hash(document), "a code cell changed: run on a GPU and adopt"
+    assert document.metadata.record.sources == recorder.sources_hash(document), (
+        "a code cell changed: run on a GPU and adopt"
+    )
     assert all(cell.execution_count for _, cell in CODE)
     assert not [o for _, cell in CODE for o in cell.outputs if o.output_type == "error"]
 
@@ -101,13 +112,18 @@ def test_stated_figures_are_the_recorded_ones():
         holders = [where for where, text in texts.items() if f"<!-- {name}:start -->" in text]
         assert holders, name
         for where in holders:
-            assert recorder.between(texts[where], name, inside) == texts[where], f"{where}: run results/record.py refresh"
+            assert recorder.between(texts[where], name, inside) == texts[where], (
+                f"{where}: run results/record.py refresh"
+            )
 
 
 def test_no_other_ratio_is_stated():
     known = json.dumps([json.loads(path.read_text()) for path in (ROOT / "results").glob("*.json")])
     numbers = [float(n) for n in re.findall(r"\d+\.\d+", known)]
-    for where in [(ROOT / "README.md").read_text(), *(cell.source for cell in notebook.cells() if cell.cell_type == "markdown")]:
+    for where in [
+        (ROOT / "README.md").read_text(),
+        *(cell.source for cell in notebook.cells() if cell.cell_type == "markdown"),
+    ]:
         for ratio in re.findall(r"(\d+\.\d+)\s*[x×]", where):
             digits = len(ratio.split(".")[1])
             assert any(round(n, digits) == float(ratio) for n in numbers), ratio
@@ -115,8 +131,22 @@ def test_no_other_ratio_is_stated():
 
 def test_record_has_its_format():
     record = json.loads(recorder.HOME_RECORD.read_text())
-    assert {"gpu", "capability", "date", "versions", "harness", "kernel", "host", "memory", "exact", "compile", "score"} <= set(record)
-    assert {(e["dtypes"], e["baseline"]) for e in record["harness"]} == {(d, b) for d in recorder.DTYPES for b in recorder.BASELINES}
+    assert {
+        "gpu",
+        "capability",
+        "date",
+        "versions",
+        "harness",
+        "kernel",
+        "host",
+        "memory",
+        "exact",
+        "compile",
+        "score",
+    } <= set(record)
+    assert {(e["dtypes"], e["baseline"]) for e in record["harness"]} == {
+        (d, b) for d in recorder.DTYPES for b in recorder.BASELINES
+    }
     for entry in record["harness"]:
         assert len(entry["baseline_s"]) == len(entry["ours_s"]) >= 5
         assert len(entry["baseline_us"]) == len(entry["ours_us"]) == 3
@@ -126,5 +156,7 @@ def test_record_has_its_format():
 def test_ci_runs_the_readme_command():
     readme = (ROOT / "README.md").read_text()
     command = re.search(r"<!-- test -->\n```bash\n(.*?)```", readme, re.S).group(1)
-    printed = subprocess.run(["bash", ".ci/run", "--print"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        ["bash", ".ci/run", "--print"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert printed == command and "pytest tests" in command
