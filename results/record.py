@@ -74,18 +74,39 @@ def roads_table(roads):
 
 def t4_text(sm_75, t4_ptx):
     """What is known of a T4 without one, as markdown."""
-    colab = sm_75["3.6.0"]
-    fp16, bf16 = colab["float16"], colab["bfloat16"]
+    fp16, bf16 = sm_75["3.6.0"]["float16"], sm_75["3.6.0"]["bfloat16"]
     assert all(sm_75[version][dtype]["compiled"] for version in sm_75 for dtype in ("float16", "bfloat16", "float32"))
     assert fp16["spills"] == bf16["spills"] == fp16["shared"] == bf16["shared"] == t4_ptx["differing"] == 0
     versions = sorted(sm_75, key=lambda version: [int(part) for part in version.split(".")])
-    return (
-        f"The kernel compiles for sm_75 with Triton {', '.join(versions)}. On 3.6.0, which Colab ships, it takes "
-        f"{fp16['instructions_per_weight']:.2f} instructions per weight in fp16 and "
-        f"{bf16['instructions_per_weight']:.2f} in bf16, {fp16['registers']} and {bf16['registers']} registers, no spills, "
-        "no shared memory, and stores 128 bits at a time (`results/sm_75.json`). Its PTX for sm_75, translated by the "
-        f"driver of an {t4_ptx['gpu']}, gave {t4_ptx['checked']:,} weights of which {t4_ptx['differing']} differ from bitsandbytes (`results/t4_ptx.json`)."
+    return " ".join(
+        (
+            f"The kernel compiles for sm_75 with Triton {', '.join(versions)}. On 3.6.0, which Colab ships, it takes",
+            f"{fp16['instructions_per_weight']:.2f} instructions per weight in fp16 and",
+            f"{bf16['instructions_per_weight']:.2f} in bf16, {fp16['registers']} and {bf16['registers']} registers,",
+            "no spills, no shared memory, and stores 128 bits at a time (`results/sm_75.json`). Its PTX for sm_75,",
+            f"translated by the driver of an {t4_ptx['gpu']}, gave {t4_ptx['checked']:,} weights, of which",
+            f"{t4_ptx['differing']} differ from bitsandbytes (`results/t4_ptx.json`).",
+        )
     )
+
+
+def runs_text(runs):
+    """How far the runs on one kind of GPU lie apart, as markdown."""
+    medians = [median for run in runs for median in run["ratios"]["unsloth_today"].values()]
+    hosts = [run["host"]["unsloth_today_us"] for run in runs]
+    return (
+        f"The machines were lent and their processors not equally fast (issuing one call of today's `fast_dequantize` "
+        f"took {min(hosts):.0f} to {max(hosts):.0f} µs): over all {len(runs)} runs with this launch the medians over "
+        f"today's Unsloth lay between {min(medians):.2f} and {max(medians):.2f}. The table is the last run."
+    )
+
+
+def summary(record):
+    """A run in a few figures, for the list of runs."""
+    ratios = {baseline: {} for baseline in BASELINES}
+    for entry in record["harness"]:
+        ratios[entry["baseline"]][entry["dtypes"]] = entry["ratio"]["median"]
+    return {"date": record["date"], "ratios": ratios, "host": record["host"]}
 
 
 def between(text, name, inside):
@@ -99,11 +120,16 @@ def between(text, name, inside):
 
 def stated():
     """{mark: markdown} of all that is stated from results/."""
-    parts = {"record": record_table(json.loads(HOME_RECORD.read_text()))}
+    record, runs = (json.loads(path.read_text()) for path in (HOME_RECORD, runs_of(HOME_RECORD)))
+    parts = {"record": record_table(record) + " " + runs_text(runs)}
     roads, sm_75, t4_ptx = (
         json.loads((ROOT / "results" / f"{name}.json").read_text()) for name in ("roads", "sm_75", "t4_ptx")
     )
     return parts | {"roads": roads_table(roads), "t4": t4_text(sm_75, t4_ptx)}
+
+
+def runs_of(record_path):
+    return record_path.with_name(record_path.stem + "-runs.json")
 
 
 def refresh():
@@ -145,6 +171,10 @@ def adopt(folder):
     nbformat.write(notebook, NOTEBOOK)
     for file in (folder / "results").glob("*"):
         shutil.copy(file, ROOT / "results" / file.name)
+        if file.suffix == ".json":
+            path = runs_of(ROOT / "results" / file.name)
+            runs = json.loads(path.read_text()) if path.exists() else []
+            path.write_text(json.dumps([*runs, summary(json.loads(file.read_text()))], indent=1) + "\n")
     refresh()
 
 
