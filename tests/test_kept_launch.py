@@ -287,6 +287,16 @@ def test_a_repeated_call_is_the_kept_one(nf4, monkeypatch):
     assert count == [0] and nf4.bits_differing(out, dequantize_4bit(weight.data, state)) == 0
 
 
+def test_keeps_no_launch_without_triton_knobs(nf4, device, monkeypatch):
+    """Triton 3.3 has none."""
+    import types
+
+    weight, state = fresh(nf4, device)
+    monkeypatch.setattr(nf4, "empty_cuda", lambda *_: pytest.fail("used"))
+    monkeypatch.setattr(nf4, "triton", types.SimpleNamespace())
+    assert nf4.keep_launch(types.SimpleNamespace(run=print), weight, state, {}, 1) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("missing", ["run", "empty_cuda"])
 def test_falls_back_where_internals_are_not_as_expected(nf4, monkeypatch, missing):
