@@ -14,8 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from bitsandbytes.functional import dequantize_4bit
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import notebook  # noqa: E402
@@ -126,13 +124,9 @@ def _road_kernel(
 
 
 def sm_75_instructions(dtype, decode):
+    types = {"out_ptr": f"*{sm_75.TYPES[dtype]}", "weight_ptr": "*u8", "absmax_ptr": "*u8"}
     constants = {"WORDS": WORDS, "STEPS": STEPS, "DECODE": decode}
-    names = _road_kernel.arg_names
-    types = dict.fromkeys(names, "*fp32") | dict.fromkeys(constants, "constexpr")
-    types |= {"out_ptr": f"*{sm_75.TYPES[dtype]}", "weight_ptr": "*u8", "absmax_ptr": "*u8"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants}
-    source = ASTSource(_road_kernel, types, {(names.index(n),): v for n, v in constants.items()}, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 75, 32), options={"num_warps": WARPS})
+    compiled = sm_75.compile_kernel(_road_kernel, types, constants, WARPS)
     return len(sm_75.disassemble(compiled)[0]) / (STEPS * 8)
 
 

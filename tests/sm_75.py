@@ -26,17 +26,22 @@ from triton.compiler import ASTSource  # noqa: E402
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-def compile_for(nf4, dtype, setting, n_weights=4096 * 4096):
-    """The CompiledKernel for sm_75 and n_weights weights in 16-byte aligned tensors, and its number of programs."""
-    constants, programs = nf4.launch_plan(n_weights, dtype, 64, 256, True, True, setting)
-    kernel = nf4._dequantize_nf4_kernel
-    types = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(constants, "constexpr")
-    types |= {"out_ptr": f"*{TYPES[dtype]}", "weight_ptr": "*u8", "absmax_ptr": "*u8", "n_weights": "i32"}
-    unaligned = set(constants) | ({"n_weights"} if n_weights % 16 else set())
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in unaligned}
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+def compile_kernel(kernel, types, constants, num_warps, unaligned=()):
+    """The CompiledKernel for sm_75. `types`: what is no fp32 pointer; all 16-byte aligned but `unaligned`."""
+    names = kernel.arg_names
+    types = dict.fromkeys(names, "*fp32") | types | dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in {*constants, *unaligned}}
+    values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, types, values, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 75, 32), options={"num_warps": setting.num_warps}), programs
+    return triton.compile(source, target=GPUTarget("cuda", 75, 32), options={"num_warps": num_warps})
+
+
+def compile_for(nf4, dtype, setting, n_weights=4096 * 4096):
+    """The notebook's kernel compiled for n_weights weights in 16-byte aligned tensors, and its number of programs."""
+    constants, programs = nf4.launch_plan(n_weights, dtype, 64, 256, True, True, setting)
+    types = {"out_ptr": f"*{TYPES[dtype]}", "weight_ptr": "*u8", "absmax_ptr": "*u8", "n_weights": "i32"}
+    unaligned = {"n_weights"} if n_weights % 16 else ()
+    return compile_kernel(nf4._dequantize_nf4_kernel, types, constants, setting.num_warps, unaligned), programs
 
 
 def disassemble(compiled):

@@ -3,7 +3,7 @@
     python tests/t4_ptx.py            prints one JSON object {gpu, triton, checked, differing}
     python tests/t4_ptx.py FILE       also writes it to FILE (the record keeps it as results/t4_ptx.json)
 
-A process of its own: cupy, which loads the PTX, and torch.compile do not get along in one.
+A process of its own, like sm_75.py.
 """
 
 import json

@@ -60,10 +60,10 @@ MALFORMED = {
 def test_malformed_states(nf4, nf4_pair, monkeypatch, case):
     change, message = MALFORMED[case]
     weight, state = nf4_pair
-    if (
-        case != "repacked for the CPU"
-    ):  # that one replaces the packed bytes as well, and a kept launch would see it by them
-        nf4.dequantize_nf4(weight, state)  # a launch that is already kept must not get in the way
+    # A launch that is already kept must not get in the way. (Repacking, in life, replaces the packed bytes as well, and
+    # a kept launch would see it by them.)
+    if case != "repacked for the CPU":
+        nf4.dequantize_nf4(weight, state)
     weight, state = change(weight, state)
     monkeypatch.setattr(nf4, "launch", lambda *_: pytest.fail("launched"))
     with pytest.raises((ValueError, TypeError), match=message):

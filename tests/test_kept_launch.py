@@ -5,8 +5,11 @@ check of the kept launch is also removed in turn: the test that is there for it 
 """
 
 import copy
+import gc
 import io
 import pickle
+import types
+import weakref
 
 import notebook
 import pytest
@@ -24,9 +27,8 @@ def data_swapped(name):
 
     def change(weight, state, other_weight, other_state):
         tensor, other = (weight, other_weight) if name == "weight" else (field(state, name), field(other_state, name))
-        tensor.data = (
-            other.data.flip(0) if tensor.dim() else other.data.clone()
-        )  # the codes of two states are equal, flipped they differ
+        # The codes of two states are equal; flipped they differ.
+        tensor.data = other.data.flip(0) if tensor.dim() else other.data.clone()
 
     return change
 
@@ -151,9 +153,6 @@ def test_load_state_dict(nf4, device):
 
 
 def test_nothing_is_kept_alive(nf4, device):
-    import gc
-    import weakref
-
     weight, state = fresh(nf4, device)
     nf4.dequantize_nf4(weight, state)
     nf4.dequantize_nf4(weight, state)
@@ -289,8 +288,6 @@ def test_a_repeated_call_is_the_kept_one(nf4, monkeypatch):
 
 def test_keeps_no_launch_without_triton_knobs(nf4, device, monkeypatch):
     """Triton 3.3 has none."""
-    import types
-
     weight, state = fresh(nf4, device)
     monkeypatch.setattr(nf4, "empty_cuda", lambda *_: pytest.fail("used"))
     monkeypatch.setattr(nf4, "triton", types.SimpleNamespace())
