@@ -1,4 +1,8 @@
+import collections
+import datetime
+import json
 import os
+from pathlib import Path
 
 import torch
 
@@ -9,12 +13,26 @@ if not GPU:
 import notebook  # noqa: E402
 import pytest  # noqa: E402
 
+TALLY = collections.Counter()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--tally", metavar="FILE", help="write what the tests counted to FILE (the record's `robustness`)")
+
 
 def pytest_collection_modifyitems(items):
     skip = pytest.mark.skip(reason="needs a CUDA GPU")
     for item in items:
         if "gpu" in item.keywords and not GPU:
             item.add_marker(skip)
+
+
+def pytest_sessionfinish(session, exitstatus):
+    path = session.config.getoption("--tally")
+    if path:
+        gpu = torch.cuda.get_device_name() if GPU else "CPU (Triton interpreter)"
+        facts = {"gpu": gpu, "date": datetime.date.today().isoformat(), "passed": exitstatus == 0}
+        Path(path).write_text(json.dumps(facts | dict(TALLY), indent=1) + "\n")
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +44,9 @@ def nf4():
 @pytest.fixture(scope="session")
 def device():
     return "cuda" if GPU else "cpu"
+
+
+@pytest.fixture(scope="session")
+def tally():
+    """A Counter for the record: cases, weights, differing, errors, sanitizer_errors, load_calls, load_growth_bytes."""
+    return TALLY

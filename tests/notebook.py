@@ -32,7 +32,7 @@ def load(name="nf4_triton", edit=None):
         raise ValueError(f"{edit[0]!r} must stand exactly once in the notebook's definitions")
     for file, source in exports():
         if edit and edit[0] in source:
-            file, source = f"{file} without {edit[0]}", source.replace(*edit)
+            file, source = f"{file} edited", source.replace(*edit)
         if name != "nf4_triton":  # a torch operator of its own: registering one again leaves the first one dangling
             file, source = f"{name} {file}", source.replace("nf4_triton::", f"{name}::")
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)

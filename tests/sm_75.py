@@ -1,8 +1,12 @@
-"""Compiles the notebook's kernel for sm_75 (a T4), without a GPU, and reads the machine code.
+"""Compiles the notebook's kernel for sm_75 (a T4) and newer GPUs, without a GPU, and reads the machine code.
 
-    python tests/sm_75.py            prints one JSON object {dtype: facts}
-    python tests/sm_75.py --record   also writes it into results/sm_75.json under the Triton at hand
+    python tests/sm_75.py            the Triton at hand: prints one JSON object {dtype: facts}
+    python tests/sm_75.py 3.6.0      the same with that Triton, which pip installs into ~/.cache/nf4-triton
+    python tests/sm_75.py --matrix   with every Triton of VERSIONS, one process each; writes results/sm_75.json
 
+Beside the default decode (by shuffle, assembly) the object holds the `portable` one (by table) and, for the Tritons of
+WITH_ARCHITECTURES, the same for newer `architectures`. fp32 takes the path by bytes, so its two decodes are one. What does
+not compile is reported as {"compiled": false, "error": ...}; the exit status is then 1.
 A process of its own: the interpreter, which the other tests run, and the compiler cannot live together.
 """
 
@@ -12,6 +16,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -20,28 +26,35 @@ sys.path.insert(0, str(Path(__file__).parent))
 import notebook  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+VERSIONS = ("3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
+WITH_ARCHITECTURES = ("3.6.0", "3.9.0")  # Colab's and the newest: older ones do not know sm_100 and sm_120
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+CACHE = Path.home() / ".cache" / "nf4-triton"
+RECORD = notebook.ROOT / "results" / "sm_75.json"
 
 
-def compile_kernel(kernel, types, constants, num_warps, unaligned=()):
-    """The CompiledKernel for sm_75. `types`: what is no fp32 pointer; all 16-byte aligned but `unaligned`."""
+def compile_kernel(kernel, types, constants, num_warps, unaligned=(), capability=75):
+    """The CompiledKernel for sm_<capability>. `types`: what is no fp32 pointer; all 16-byte aligned but `unaligned`."""
     names = kernel.arg_names
     types = dict.fromkeys(names, "*fp32") | types | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in {*constants, *unaligned}}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, types, values, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 75, 32), options={"num_warps": num_warps})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
 
 
-def compile_for(nf4, dtype, setting, n_weights=4096 * 4096):
+def compile_for(nf4, dtype, setting, n_weights=4096 * 4096, capability=75):
     """The notebook's kernel compiled for n_weights weights in 16-byte aligned tensors, and its number of programs."""
     constants, programs = nf4.launch_plan(n_weights, dtype, 64, 256, True, True, setting)
     types = {"out_ptr": f"*{TYPES[dtype]}", "weight_ptr": "*u8", "absmax_ptr": "*u8", "n_weights": "i32"}
     unaligned = {"n_weights"} if n_weights % 16 else ()
-    return compile_kernel(nf4._dequantize_nf4_kernel, types, constants, setting.num_warps, unaligned), programs
+    kernel = nf4._dequantize_nf4_kernel
+    return compile_kernel(kernel, types, constants, setting.num_warps, unaligned, capability), programs
 
 
 def disassemble(compiled):
@@ -60,40 +73,117 @@ def disassemble(compiled):
 
 
 def facts(compiled, setting):
-    """Registers, spills, instructions per weight, widths of global loads and stores in bits, shared memory."""
+    """Registers, spills, instructions per weight, shuffles, shared memory, and how many global accesses of which bits."""
     instructions, usage = disassemble(compiled)
+    operations = [re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0] for instruction in instructions]
 
-    def widths(name):
-        found = [re.sub(r"@!?U?P\d+\s+", "", i) for i in instructions]
-        return sorted(
-            int((re.search(r"\.U?S?(8|16|64|128)\b", i.split()[0]) or [0, 32])[1]) for i in found if i.startswith(name)
-        )
+    def widths(name, policy=""):
+        found = [o for o in operations if o.startswith(name) and policy in o]
+        counts = Counter(int((re.search(r"\.[US]?(8|16|64|128|256)\b", o) or [0, 32])[1]) for o in found)
+        return {str(bits): counts[bits] for bits in sorted(counts)}
 
     return {
+        "compiled": True,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spills": int(re.search(r"LOCAL:(\d+)", usage)[1]),
-        "instructions_per_weight": len(instructions) / (setting.steps * 8),
-        "load_bits": widths("LDG"),
-        "store_bits": widths("STG"),
         "shared": compiled.metadata.shared,
+        "instructions_per_weight": len(instructions) / (setting.steps * 8),
+        "shuffles": sum(o.startswith("SHFL") for o in operations),
+        "load_bits": widths("LDG"),
+        "packed_load_bits": widths("LDG", ".EF"),  # evict first: only the packed weights are read so
+        "store_bits": widths("STG"),
     }
 
 
-def all_facts(nf4):
-    setting = nf4.Setting()
-    report = {"triton": triton.__version__, "setting": [setting.num_warps, setting.steps]}
+def facts_of(nf4, setting, capability):
+    """{dtype: facts} for one architecture, and the reason where it does not compile."""
+    found = {}
     for dtype in TYPES:
-        report[str(dtype).removeprefix("torch.")] = {
-            "compiled": True,
-            **facts(compile_for(nf4, dtype, setting)[0], setting),
-        }
+        try:
+            entry = facts(compile_for(nf4, dtype, setting, capability=capability)[0], setting)
+        except Exception as failure:
+            entry = failed(f"{type(failure).__name__}: {failure}")
+        found[str(dtype).removeprefix("torch.")] = entry
+    return found
+
+
+def failed(reason):
+    return {"compiled": False, "error": " ".join(reason.split())[:300]}
+
+
+def all_facts(nf4):
+    """What this process's Triton makes of the kernel."""
+    setting = nf4.Setting()
+
+    def both(capability):
+        portable = facts_of(nf4, replace(setting, shuffle=False), capability)
+        return {**facts_of(nf4, setting, capability), "portable": portable}
+
+    report = {"triton": triton.__version__, "setting": [setting.num_warps, setting.steps], **both(75)}
+    if triton.__version__ in WITH_ARCHITECTURES:
+        report["architectures"] = {str(capability): both(capability) for capability in ARCHITECTURES}
     return report
 
 
+def installed(version):
+    """The folder that holds this Triton and nothing else, made by pip when first asked for."""
+    folder = CACHE / f"triton-{version}-{sys.implementation.cache_tag}"
+    if not folder.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as temporary:  # a broken-off installation must not stay
+            target = Path(temporary) / "triton"
+            pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, f"triton=={version}"]
+            if subprocess.run(pip, stdout=sys.stderr).returncode:
+                raise SystemExit(f"pip could not install triton {version}")
+            target.rename(folder)
+    return folder
+
+
+def report_with(version):
+    """all_facts by that Triton, in a process of its own. One that dies, as LLVM can, counts as not compiled."""
+    environment = os.environ | {"PYTHONPATH": str(installed(version))}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    if done.stdout:
+        return json.loads(done.stdout.splitlines()[-1])
+    entry = failed(f"exit status {done.returncode}: {done.stderr[-300:]}")
+    found = {str(dtype).removeprefix("torch."): entry for dtype in TYPES}
+    return {"triton": version, **found, "portable": found}
+
+
+def failures(report, path=()):
+    """(where, error) of all that did not compile."""
+    if not isinstance(report, dict):
+        return []
+    if report.get("compiled") is False:
+        return [(" ".join(path), report["error"])]
+    return [failure for key, value in report.items() for failure in failures(value, (*path, key))]
+
+
+def as_json(report, indent=""):
+    """JSON with one line for each compilation."""
+    if not isinstance(report, dict) or "compiled" in report:
+        return json.dumps(report)
+    lines = (f"{indent} {json.dumps(key)}: {as_json(value, indent + ' ')}" for key, value in report.items())
+    return "{\n" + ",\n".join(lines) + "\n" + indent + "}"
+
+
+def main(arguments):
+    if not arguments:
+        report = all_facts(notebook.load())
+        print(json.dumps(report))
+    elif arguments == ["--matrix"]:
+        versions = tqdm(VERSIONS, desc="Triton", file=sys.stderr, mininterval=1)
+        report = {version: report_with(version) for version in versions}
+        RECORD.write_text(as_json(report) + "\n")
+    elif len(arguments) == 1 and arguments[0] in VERSIONS:
+        report = report_with(arguments[0])
+        print(json.dumps(report))
+    else:
+        raise SystemExit(f"expected nothing, --matrix or one of {', '.join(VERSIONS)}, got {arguments}\n\n{__doc__}")
+    for where, error in failures(report):
+        print(f"does not compile: {where}: {error}", file=sys.stderr)
+    return bool(failures(report))
+
+
 if __name__ == "__main__":
-    report = all_facts(notebook.load())
-    if "--record" in sys.argv:
-        path = notebook.ROOT / "results" / "sm_75.json"
-        known = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(known | {report["triton"]: report}, indent=1, sort_keys=True) + "\n")
-    print(json.dumps(report))
+    raise SystemExit(main(sys.argv[1:]))

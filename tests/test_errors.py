@@ -1,10 +1,10 @@
-"""Bad input: an error that names what came, before anything is launched."""
+"""Bad input: an error that names what came, before anything is launched; or what bitsandbytes gives."""
 
 import types
 
 import pytest
 import torch
-from bitsandbytes.functional import quantize_4bit
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 
 @pytest.fixture
@@ -53,21 +53,117 @@ MALFORMED = {
     "repacked for the CPU": (replaced("packing_format_for_cpu", lambda s, w: True), "repacked"),
     "absmax on another device": (replaced("absmax", lambda s, w: s.absmax.to("meta")), "meta"),
     "weight on another device": (lambda w, s: (w.to("meta"), s), "meta"),
+    "weight missing": (lambda w, s: (None, s), "NoneType"),
+    "weight is a list": (lambda w, s: (w.tolist(), s), "list"),
+    "weight dtype int8": (lambda w, s: (w.view(torch.int8), s), "int8"),
+    "weight dtype int64": (lambda w, s: (w.view(-1, 8).view(torch.int64), s), "int64"),
+    "weight sparse": (lambda w, s: (w.to_sparse(), s), "sparse"),
+    "weight 0-d": (lambda w, s: (w[0, 0], replaced("shape", lambda *_: torch.Size((1, 2)))(w, s)[1]), r"got \(\)"),
+    "weight empty": (lambda w, s: (w[:0], s), "got 0"),
+    "weight too long": (lambda w, s: (torch.cat((w, w)), s), "got 4096"),
+    "weight freed": (
+        lambda w, s: (w.untyped_storage().resize_(0), (w, s))[1],
+        "the weight needs 2048 bytes .* holds 0",
+    ),
+    "absmax freed": (
+        lambda w, s: (s.absmax.untyped_storage().resize_(0), (w, s))[1],
+        "absmax needs 64 bytes .* holds 0",
+    ),
+    "transposed, but three axes": (
+        lambda w, s: (w.t(), replaced("shape", lambda *_: torch.Size((2, 32, 64)))(w, s)[1]),
+        r"\(2, 32, 64\)",
+    ),
+    "state missing": (lambda w, s: (w, None), "quant_state NoneType"),
+    "state is a list": (lambda w, s: (w, [s.absmax, s.shape]), "got list without"),
+    "state without fields": (lambda w, s: (w, types.SimpleNamespace(absmax=s.absmax)), "without .*'blocksize'"),
+    "state of another tensor": (lambda w, s: (w, quantize_4bit(w.float(), quant_type="nf4")[1]), "got 2048"),
+    "state2 without fields": (replaced("state2", lambda s, w: types.SimpleNamespace(code=1)), "state2, .* without"),
+    "state2 missing": (replaced("state2", lambda s, w: None), "absmax must be 64 contiguous torch.float32"),
+    "state2.dtype": (replaced("state2.dtype", lambda s, w: torch.float16), r"state2\.dtype must be float32"),
+    "dtype missing": (replaced("dtype", lambda s, w: None), "got None"),
+    "dtype as text": (replaced("dtype", lambda s, w: "float16"), "got float16"),
+    "quant_type missing": (replaced("quant_type", lambda s, w: None), "got None"),
+    "quant_type in capitals": (replaced("quant_type", lambda s, w: "NF4"), "'NF4'"),
+    "shape negative": (replaced("shape", lambda s, w: (-64, -64)), r"\(-64, -64\)"),
+    "shape of floats": (replaced("shape", lambda s, w: (64.0, 64)), r"\(64\.0, 64\)"),
+    "shape a number": (replaced("shape", lambda s, w: 4096), "got 4096"),
+    "shape empty": (replaced("shape", lambda s, w: torch.Size(())), "2048"),
+    "blocksize 64.0": (replaced("blocksize", lambda s, w: 64.0), r"blocksize must be .* got 64\.0"),
+    "blocksize -64": (replaced("blocksize", lambda s, w: -64), "got -64"),
+    "blocksize 8192": (replaced("blocksize", lambda s, w: 8192), "got 8192"),
+    "blocksize None": (replaced("blocksize", lambda s, w: None), "got None"),
+    "blocksize as text": (replaced("blocksize", lambda s, w: "64"), "got '64'"),
+    "absmax of another size": (replaced("absmax", lambda s, w: torch.cat((s.absmax, s.absmax))), r"got \(128,\)"),
+    "absmax not contiguous": (replaced("absmax", lambda s, w: s.absmax.repeat_interleave(2)[::2]), "64 contiguous"),
+    "absmax int8": (replaced("absmax", lambda s, w: s.absmax.view(torch.int8)), "int8"),
+    "code missing": (replaced("code", lambda s, w: None), "code must be a tensor, got NoneType"),
+    "code a list": (replaced("code", lambda s, w: s.code.tolist()), "code must be a tensor, got list"),
+    "code too long": (replaced("code", lambda s, w: torch.cat((s.code, s.code))), r"got \(32,\)"),
+    "offset a number": (replaced("offset", lambda s, w: 0.5), "offset must be a tensor, got float"),
+    "offset of two": (replaced("offset", lambda s, w: s.offset.repeat(2)), r"got \(2,\)"),
+    "offset on another device": (replaced("offset", lambda s, w: s.offset.to("meta")), "meta"),
+    "state2.absmax dtype": (replaced("state2.absmax", lambda s, w: s.state2.absmax.half()), "float16"),
+    "state2.absmax missing": (replaced("state2.absmax", lambda s, w: None), r"state2\.absmax must be a tensor"),
+    "state2.code missing": (replaced("state2.code", lambda s, w: None), r"state2\.code must be a tensor"),
+    "state2.blocksize None": (replaced("state2.blocksize", lambda s, w: None), "got None"),
 }
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_states(nf4, nf4_pair, monkeypatch, case):
+def test_malformed_states(nf4, nf4_pair, monkeypatch, tally, case):
     change, message = MALFORMED[case]
     weight, state = nf4_pair
     # A launch that is already kept must not get in the way. (Repacking, in life, replaces the packed bytes as well, and
-    # a kept launch would see it by them.)
-    if case != "repacked for the CPU":
+    # a kept launch would see it by them; and 64.0 is the 64 that it was kept for.)
+    if case not in ("repacked for the CPU", "blocksize 64.0", "shape of floats"):
         nf4.dequantize_nf4(weight, state)
     weight, state = change(weight, state)
     monkeypatch.setattr(nf4, "launch", lambda *_: pytest.fail("launched"))
     with pytest.raises((ValueError, TypeError), match=message):
         nf4.dequantize_nf4(weight, state)
+    tally["errors"] += 1
+
+
+def test_a_mixture_of_two_states_of_one_size_is_followed_as_bitsandbytes_follows_it(nf4, nf4_pair):
+    """Nothing marks a state as another weight's; bitsandbytes cannot tell either."""
+    weight, _ = nf4_pair
+    _, other = nf4.quantized((64, 64), torch.float16, weight.device, seed=1)
+    assert nf4.bits_differing(nf4.dequantize_nf4(weight, other), dequantize_4bit(weight, other)) == 0
+
+
+@pytest.mark.parametrize("offset", [-1.0, 0.0, float("nan"), float("-inf")])
+def test_strange_offsets_give_what_bitsandbytes_gives(nf4, nf4_pair, offset):
+    weight, state = nf4_pair
+    state.offset.fill_(offset)
+    ours, expected = nf4.dequantize_nf4(weight, state), dequantize_4bit(weight, state)
+    assert torch.equal(ours.isnan(), expected.isnan())
+    assert nf4.bits_differing(ours.nan_to_num(1.0), expected.nan_to_num(1.0)) == 0
+
+
+def test_an_unaligned_table_is_refused(nf4):
+    """A CPU tensor can be made at any address; on a GPU such a load would end the process."""
+    weight, state = nf4.quantized((64, 64), torch.float16, "cpu")
+    state.code = torch.frombuffer(bytearray(100), dtype=torch.float32, count=16, offset=1)
+    with pytest.raises(ValueError, match="code is torch.float32 at address 0x"):
+        nf4.check_memory(weight, state)
+
+
+def test_a_subclass_without_data_is_not_launched(nf4, nf4_pair, monkeypatch):
+    weight, state = nf4_pair
+
+    class Dataless(torch.Tensor):
+        @staticmethod
+        def __new__(cls, like):
+            return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError(f"{func} on a tensor without data")
+
+    monkeypatch.setattr(nf4, "launch", lambda *_: pytest.fail("launched"))
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="nf4_triton.dequantize.* without data"):
+            nf4.dequantize_nf4(Dataless(weight), state)
 
 
 def test_layers_that_are_not_quantized(nf4, device):

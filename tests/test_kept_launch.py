@@ -38,7 +38,7 @@ def object_replaced(name):
 
     def change(weight, state, other_weight, other_state):
         if name == "weight":
-            return weight.data[: weight.shape[0] // 2]
+            return weight.data.view(torch.int8)
         owner, last = (state.state2, name.split(".")[1]) if "." in name else (state, name)
         tensor = getattr(owner, last)
         setattr(owner, last, tensor.view(torch.int8 if tensor.dtype == torch.uint8 else torch.int32))
@@ -67,11 +67,18 @@ NOTICED |= {
 REFUSED = {f"another {name} object": object_replaced(name) for name in ("weight", *STATE)}
 REFUSED |= {
     "weight = None": None,
+    "weight.data = its first half": lambda weight, *_: setattr(weight, "data", weight.data[: len(weight) // 2]),
+    "weight as a list": lambda weight, *_: weight.tolist(),
     **{f"{name} = None": attribute_set(name, None) for name in STATE},
     "blocksize = 128": attribute_set("blocksize", 128),
     "state2.blocksize = 32": attribute_set("state2.blocksize", 32),
+    "state2.dtype = float16": attribute_set("state2.dtype", torch.float16),
     "state2 = None": attribute_set("state2", None),
     "quant_type = fp4": attribute_set("quant_type", "fp4"),
+    "another state2 object": lambda weight, state, *_: setattr(
+        state, "state2", types.SimpleNamespace(absmax=state.state2.absmax)
+    ),
+    "weight sparse": lambda weight, *_: weight.data.to_sparse(),
 }
 
 
@@ -258,7 +265,54 @@ def check_modes(nf4, monkeypatch):
     nf4.dequantize_nf4(weight, state)
     with Seen():
         nf4.dequantize_nf4(weight, state)
-    assert any("empty" in name for name in Seen.names)
+    assert any("dequantize" in name for name in Seen.names)
+
+
+def check_strided(nf4, monkeypatch):
+    """The same object at the same address with the same number of bytes, but only every second one."""
+    weight, state = fresh(nf4, "cuda")
+    roomy = torch.zeros(2 * weight.numel(), dtype=torch.uint8, device="cuda")
+    roomy[: weight.numel()] = weight.data.view(-1)
+    weight.data = roomy[: weight.numel()]
+    nf4.dequantize_nf4(weight, state)
+    weight.data = roomy[::2]
+    with pytest.raises(ValueError, match="contiguous: False"):
+        nf4.dequantize_nf4(weight, state)
+
+
+def check_transposed(nf4, monkeypatch):
+    weight, state = fresh(nf4, "cuda")
+    expected = nf4.dequantize_nf4(weight, state)
+    for view in (weight.data.t(), weight.t()):
+        assert torch.equal(nf4.dequantize_nf4(view, state), expected.t())
+
+
+def check_shape_in_place(nf4, monkeypatch):
+    weight, state = fresh(nf4, "cuda")
+    state.shape = list(state.shape)
+    nf4.dequantize_nf4(weight, state)
+    state.shape.reverse()
+    assert nf4.dequantize_nf4(weight, state).shape == (128, 64)
+
+
+def check_subclass(nf4, monkeypatch):
+    """Over the same memory, but it wants to see operators."""
+
+    class Watching(torch.Tensor):
+        names = []
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            cls.names.append(str(func))
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **(kwargs or {}))
+
+    weight, state = fresh(nf4, "cuda")
+    expected = nf4.dequantize_nf4(weight, state)
+    watching = torch.Tensor._make_subclass(Watching, weight.data)
+    assert watching.data_ptr() == weight.data_ptr()
+    assert nf4.bits_differing(nf4.dequantize_nf4(watching, state), expected) == 0
+    assert any("dequantize" in name for name in Watching.names)
 
 
 WATCHED = {
@@ -268,6 +322,10 @@ WATCHED = {
     "exit hook": lambda nf4, monkeypatch: check_hook(nf4, monkeypatch, "launch_exit_hook"),
     "device": check_device,
     "modes": check_modes,
+    "strided": check_strided,
+    "transposed": check_transposed,
+    "shape in place": check_shape_in_place,
+    "subclass": check_subclass,
 }
 
 
@@ -326,8 +384,19 @@ def test_starts_through_run_where_the_c_function_is_another(nf4, monkeypatch):
 
 
 REMOVED = {  # a line of the check -> (its replacement, the test that must then fail)
-    "            state2 is not None\n": ("            True\n", "state2 = None"),
+    "state2_ref() is state2 is not None": ("state2 is not None", "another state2 object"),
+    "state2_ref() is state2 is not None\n": ("state2_ref() is state2\n", "state2 = None"),
+    "or same_bytes(weight)": ("or True", "another weight object"),
     "weight_ref() is weight ": ("weight ", "another weight object"),
+    "is_plain(other)": ("True", "subclass"),
+    "(other.dtype, other.layout) == packed": ("other.layout == torch.strided", "another weight object"),
+    "other.dtype, other.layout": ("other.dtype, torch.strided", "weight sparse"),
+    "isinstance(other, torch.Tensor)": ("True", "weight as a list"),
+    "weight.numel() == n_packed": ("True", "weight.data = its first half"),
+    "and weight.is_contiguous()": ("and True", "strided"),
+    "out if weight.size(0) != 1 else out.t()": ("out", "transposed"),
+    "torch.Size(quant_state.shape)  # a list": ("quant_state.shape  # a list", "shape in place"),
+    "state2.dtype is torch.float32": ("True", "state2.dtype = float16"),
     "absmax_ref() is (absmax := quant_state.absmax)": ("(absmax := quant_state.absmax)", "another absmax object"),
     "code_ref() is (code := quant_state.code)": ("(code := quant_state.code)", "another code object"),
     "offset_ref() is (offset := quant_state.offset)": ("(offset := quant_state.offset)", "another offset object"),

@@ -131,21 +131,10 @@ def test_no_other_ratio_is_stated():
             assert any(round(n, digits) == float(ratio) for n in numbers), ratio
 
 
-def test_record_has_its_format():
-    record = json.loads(recorder.HOME_RECORD.read_text())
-    assert {
-        "gpu",
-        "capability",
-        "date",
-        "versions",
-        "harness",
-        "kernel",
-        "host",
-        "memory",
-        "exact",
-        "compile",
-        "score",
-    } <= set(record)
+@pytest.mark.parametrize("record", recorder.records(), ids=lambda record: record["gpu"])
+def test_record_has_its_format(record):
+    assert {"gpu", "capability", "date", "versions", "harness", "kernel", "host", "memory"} <= set(record)
+    assert {"exact", "compile", "score", "calls", "parts", "launches", "t4_prediction", "section_s"} <= set(record)
     assert {(e["dtypes"], e["baseline"]) for e in record["harness"]} == {
         (d, b) for d in recorder.DTYPES for b in recorder.BASELINES
     }
@@ -153,6 +142,37 @@ def test_record_has_its_format():
         assert len(entry["baseline_s"]) == len(entry["ours_s"]) >= 5
         assert len(entry["baseline_us"]) == len(entry["ours_us"]) == 3
     assert record["exact"]["differing"] == 0 and record["memory"]["peak_extra_bytes"] == 0
+    assert record["memory"]["run_gpu_bytes"] < 15e9 and record["memory"]["run_host_bytes"] < 12e9
+    assert all(seconds < 15 * 60 for seconds in recorder.t4_run_all_s(record)), "Run all takes too long on a T4"
+
+
+def test_what_the_gpu_tests_counted():
+    tested = next(record for record in recorder.records() if record.get("robustness"))
+    found, ptx = tested["robustness"], tested["t4_ptx"]
+    assert found["passed"] and found["differing"] == found["sanitizer_errors"] == ptx["differing"] == 0
+    assert found["cases"] >= 3000 and found["errors"] >= 40 and found["load_calls"] >= 100_000
+    assert ptx["checked"] > 1_000_000_000
+
+
+def test_the_models_instruction_counts_are_the_disassemblys(nf4):
+    for dtype in ("float16", "bfloat16"):
+        facts = recorder.load("sm_75")["3.6.0"][dtype]
+        assert nf4.T4_INSTRUCTIONS["ours", dtype] == facts["instructions_per_weight"]
+
+
+def test_a_t4s_record_would_be_stated(monkeypatch):
+    """Another GPU's record comes first, with its own numbers, and the sentence that none was measured goes."""
+    (record,) = (r for r in recorder.records() if r.get("robustness"))
+    other = json.loads(json.dumps(record)) | {"gpu": "Tesla T4", "robustness": None}
+    other["harness"][0]["ratio"]["median"] = 1.2345
+    runs = {"tesla-t4-runs": [recorder.summary(other)]}
+    load = recorder.load
+    monkeypatch.setattr(recorder, "load", lambda name: runs.get(name) or load(name))
+    monkeypatch.setattr(recorder, "records", lambda: [other, record])
+    stated = recorder.stated()
+    assert stated["record"].index("Tesla T4") < stated["record"].index(record["gpu"])
+    assert "1.23×" in stated["record"] and "No T4 has been measured" not in stated["record"]
+    assert "tesla-t4-speedup.png" in stated["pictures"]
 
 
 def test_ci_runs_the_readme_command():
