@@ -5,8 +5,8 @@
     python tests/sm_75.py --matrix   with every Triton of VERSIONS, one process each; writes results/sm_75.json
 
 Beside the default decode (by shuffle, assembly) the object holds the `portable` one (by table) and, for the Tritons of
-WITH_ARCHITECTURES, the same for newer `architectures`. fp32 takes the path by bytes, so its two decodes are one. What does
-not compile is reported as {"compiled": false, "error": ...}; the exit status is then 1.
+WITH_ARCHITECTURES, the same for newer `architectures`. fp32 takes the path by bytes, so its two decodes are one. What
+does not compile is reported as {"compiled": false, "error": ...}; the exit status is then 1.
 A process of its own: the interpreter, which the other tests run, and the compiler cannot live together.
 """
 
@@ -73,7 +73,7 @@ def disassemble(compiled):
 
 
 def facts(compiled, setting):
-    """Registers, spills, instructions per weight, shuffles, shared memory, and how many global accesses of which bits."""
+    """Registers, spills, shared memory, instructions per weight, shuffles; global accesses as {bits: number}."""
     instructions, usage = disassemble(compiled)
     operations = [re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0] for instruction in instructions]
 
@@ -143,8 +143,9 @@ def report_with(version):
     """all_facts by that Triton, in a process of its own. One that dies, as LLVM can, counts as not compiled."""
     environment = os.environ | {"PYTHONPATH": str(installed(version))}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    if done.stdout:
-        return json.loads(done.stdout.splitlines()[-1])
+    last = done.stdout.splitlines()[-1:]
+    if last and last[0].startswith('{"triton"'):  # Triton prints there, too
+        return json.loads(last[0])
     entry = failed(f"exit status {done.returncode}: {done.stderr[-300:]}")
     found = {str(dtype).removeprefix("torch."): entry for dtype in TYPES}
     return {"triton": version, **found, "portable": found}

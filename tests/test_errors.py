@@ -124,6 +124,15 @@ def test_malformed_states(nf4, nf4_pair, monkeypatch, tally, case):
     tally["errors"] += 1
 
 
+def test_views_that_a_kept_launch_must_not_take(nf4, device):
+    for shape, view in (((1, 2), lambda weight: weight.view(())), ((2, 8, 8), lambda weight: weight.t())):
+        weight, state = nf4.quantized(shape, torch.float16, device)
+        state.shape = torch.Size(shape)
+        nf4.dequantize_nf4(weight, state)
+        with pytest.raises(ValueError, match="expected packed bytes"):
+            nf4.dequantize_nf4(view(weight), state)
+
+
 def test_a_mixture_of_two_states_of_one_size_is_followed_as_bitsandbytes_follows_it(nf4, nf4_pair):
     """Nothing marks a state as another weight's; bitsandbytes cannot tell either."""
     weight, _ = nf4_pair

@@ -315,6 +315,34 @@ def check_subclass(nf4, monkeypatch):
     assert any("dequantize" in name for name in Watching.names)
 
 
+def check_torch_function(nf4, monkeypatch):
+    """A layer's weight answers every method in Python; the repeated call must not ask it."""
+    layer = nf4.bnb_Linear4bit(64, 128).to("cuda")
+    nf4.your_dequantize_nf4(layer)
+    kind, asked = type(layer.weight), []
+    answer = kind.__torch_function__
+
+    def counting(cls, func, types, args=(), kwargs=None):
+        asked.append(func)
+        return answer(func, types, args, kwargs or {})
+
+    monkeypatch.setattr(kind, "__torch_function__", classmethod(counting))
+    nf4.your_dequantize_nf4(layer)
+    assert not asked
+
+
+def check_state2_appears(nf4, monkeypatch):
+    """A launch kept for plain absmax."""
+    weight, state = nf4.quantized((64, 128), torch.float16, "cuda", nested=False)
+    expected = dequantize_4bit(weight, state)
+    for _ in range(2):
+        assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), expected) == 0
+    assert state._nf4_launch is not None
+    state.state2 = fresh(nf4, "cuda")[1].state2
+    with pytest.raises(ValueError, match="absmax must be"):
+        nf4.dequantize_nf4(weight, state)
+
+
 WATCHED = {
     "stream": lambda nf4, monkeypatch: check_stream(nf4),
     "graph": lambda nf4, monkeypatch: check_graph(nf4),
@@ -326,6 +354,8 @@ WATCHED = {
     "transposed": check_transposed,
     "shape in place": check_shape_in_place,
     "subclass": check_subclass,
+    "torch function": check_torch_function,
+    "state2 appears": check_state2_appears,
 }
 
 
@@ -419,11 +449,14 @@ REMOVED = {  # a line of the check -> (its replacement, the test that must then 
     ":= quant_state.offset) is not None": (":= quant_state.offset)", "offset = None"),
     ":= state2.absmax) is not None": (":= state2.absmax)", "state2.absmax = None"),
     ":= state2.code) is not None": (":= state2.code)", "state2.code = None"),
+    "and nested_fits(quant_state)": ("and True", "state2 = None"),
+    "lambda quant_state: quant_state.state2 is None": ("lambda quant_state: True", "state2 appears"),
     "current_device() == index": ("True", "device"),
     "not modes()": ("True", "modes"),
     "not hooks.launch_enter_hook.calls": ("True", "enter hook"),
     "not hooks.launch_exit_hook.calls": ("True", "exit hook"),
     "current_stream(index)": ("0", "stream"),
+    "with no_torch_function():": ("with contextlib.nullcontext():", "torch function"),
 }
 
 
@@ -442,10 +475,16 @@ def test_each_check_is_needed(line, monkeypatch):
 
 
 def test_the_removals_cover_the_whole_check():
-    """A line added to the check must come with a removal above."""
-    source = next(source for _, source in notebook.exports() if "def keep_launch" in source)
-    condition = source.split("            if (\n")[1].split("            ):\n")[0]
-    for line in condition.rstrip().splitlines():
+    """A line added to the checks must come with a removal above."""
+    checks = []
+    for name, start, end in (
+        ("keep_launch", "            if (\n", "            ):\n"),
+        ("fits", "return (\n", "        )\n"),
+    ):
+        source = next(source for _, source in notebook.exports() if f"def {name}(" in source)
+        checks += source.split(f"def {name}(")[1].split(start)[1].split(end)[0].splitlines()
+    assert len(checks) > 25
+    for line in checks:
         assert any(removed.strip() in line for removed in REMOVED), line
 
 

@@ -1,0 +1,99 @@
+"""Executes the whole notebook, without a GPU, under the IPython and ipykernel that Colab has.
+
+    python tests/colab_jupyter.py                   installs all into a temporary environment, torch too
+    python tests/colab_jupyter.py --packages .venv  takes all but Jupyter from that environment, of the same Python
+    python tests/colab_jupyter.py --environment DIR makes the environment there and leaves it
+    python tests/colab_jupyter.py --record          also writes results/jupyter.json
+
+Prints the versions, as the kernel itself tells them, and the notebook's last line.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+JUPYTER = {"ipython": "7.34.0", "ipykernel": "6.17.1", "jupyter_client": "7.4.9", "tornado": "6.5.7"}
+TORCH = ["--retries=1", "torch==2.13.0", "--extra-index-url=https://download.pytorch.org/whl/cpu"]
+ASK = """
+import json, sys
+import nbformat
+from nbclient import NotebookClient
+source = "import sys, IPython, ipykernel; print(IPython.__version__, ipykernel.__version__, sys.version.split()[0])"
+notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+print(notebook.cells[0].outputs[0].text)
+"""
+
+
+def make_environment(folder, packages):
+    """The Python of a new environment with Colab's Jupyter and, from pip or from `packages`, the notebook's needs."""
+    venv.create(folder, with_pip=True)
+    python, version = folder / "bin" / "python", f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    pins = [f"{name}=={number}" for name, number in JUPYTER.items()]
+    subprocess.run([*pip, *pins], check=True)
+    if packages:
+        (other,) = packages.resolve().glob(f"lib/{version}/site-packages")
+        (folder / "lib" / version / "site-packages" / "packages.pth").write_text(f"{other}\n")
+    else:
+        subprocess.run([*pip, *TORCH], check=True)
+        subprocess.run([*pip, "-r", ROOT / "tests" / "requirements.txt", *pins], check=True)
+    return python
+
+
+def execute(python, folder):
+    """The last line of the notebook, run by record.py. Refuses error outputs; prints what went to stderr."""
+    command = [python, ROOT / "results" / "record.py", "execute", folder]
+    subprocess.run(command, check=True, timeout=1200)
+    cells = json.loads((folder / "nf4_triton.ipynb").read_text())["cells"]
+    outputs = [output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]]
+    errors = [output for output in outputs if output["output_type"] == "error"]
+    if errors:
+        raise SystemExit(f"the notebook fails under this Jupyter:\n{json.dumps(errors, indent=1)[:3000]}")
+    for output in outputs:
+        if output.get("name") == "stderr":
+            print("on stderr:", "".join(output["text"]).strip())
+    texts = ["".join(output["text"]) for output in outputs if output.get("name") == "stdout"]
+    last_line = texts[-1].strip().splitlines()[-1]
+    if not last_line.startswith("CPU mode:") or " 0 differ" not in last_line:
+        raise SystemExit(f"expected the CPU mode's last line, got {last_line!r}")
+    return last_line
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packages", type=Path, metavar="ENVIRONMENT")
+    parser.add_argument("--environment", type=Path, metavar="DIR")
+    parser.add_argument("--record", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.packages and not list(arguments.packages.glob(f"lib/python3.{sys.version_info[1]}/site-packages")):
+        parser.error(f"{arguments.packages} is no environment of Python 3.{sys.version_info[1]}")
+    if arguments.environment and arguments.environment.exists():
+        parser.error(f"{arguments.environment} exists already")
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        python = make_environment((arguments.environment or folder / "environment").resolve(), arguments.packages)
+        asked = subprocess.run([python, "-c", ASK], check=True, capture_output=True, text=True, cwd=folder)
+        ipython, ipykernel, version = asked.stdout.split()
+        print(f"IPython {ipython}, ipykernel {ipykernel}, Python {version}", flush=True)
+        if (ipython, ipykernel) != (JUPYTER["ipython"], JUPYTER["ipykernel"]):
+            raise SystemExit(
+                f"expected IPython {JUPYTER['ipython']} and ipykernel {JUPYTER['ipykernel']} in the kernel"
+            )
+        last_line = execute(python, folder / "run")
+    print(last_line)
+    if arguments.record:
+        facts = {"ipython": ipython, "ipykernel": ipykernel, "python": version}
+        facts |= {"date": datetime.date.today().isoformat(), "last_line": last_line}
+        (ROOT / "results" / "jupyter.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
