@@ -4,6 +4,7 @@ Wrong functions are run as well: one that holds on to old results, and two that 
 """
 
 import collections
+import ctypes
 import gc
 import os
 import random
@@ -19,9 +20,7 @@ CHANGES, CHECKS = (20, 50) if GPU else (4, 5)  # one in so many calls
 SHAPES = [(512, 1024), (256, 256), (1024, 64), (128, 1000), (96, 640), (33, 65), (1, 4097), (7, 9)]
 SHAPES = SHAPES if GPU else [(32, 64), (8, 100), (3, 5), (1, 700)]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-TOLERANCE = (
-    8 << 20
-)  # for the process, whose heap is never quite still; 105 bytes left in each of 80 000 calls exceed it
+TOLERANCE = 8 << 20  # bytes of the process, whose heap is never quite still: 105 in each of 80 000 calls
 
 
 def make(device, shape, dtype, nested):
@@ -78,6 +77,7 @@ class Load:
 def memory():
     """Bytes that torch holds on the GPU, and bytes of this process in the machine's memory."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # free memory that the heap still holds would hide a leak
     if GPU:
         torch.cuda.synchronize()
     with open("/proc/self/statm") as statm:
@@ -124,7 +124,7 @@ def test_leaks_are_found(nf4, device, where):
         if where == "gpu":
             kept.append(out[:1, :1].clone())
         else:
-            kept.append(bytearray(2 * TOLERANCE // calls))
+            kept.append(bytearray(4 * TOLERANCE // calls))
         return out
 
     load.run(nf4.dequantize_nf4, WARM_UP)

@@ -75,6 +75,18 @@ def test_install_cell_installs_only_what_is_missing(monkeypatch):
         assert calls == expected
 
 
+def test_install_cell_says_what_to_do_without_a_network(monkeypatch):
+    source = next(cell.source for _, cell in CODE if "PACKAGES = " in cell.source)
+
+    def fail(command):
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "peft" else object())
+    monkeypatch.setattr("subprocess.check_call", fail)
+    with pytest.raises(RuntimeError, match="pip could not install peft: connect to a network"):
+        exec(compile(source, "install cell", "exec"), {})
+
+
 def test_definition_cells_are_plain_python_for_3_10():
     assert notebook.exports()
     for name, source in notebook.exports():

@@ -114,3 +114,28 @@ raise SystemExit(sm_75.main([]))
     assert {dtype for dtype in DTYPES if not report[dtype]["compiled"]} == set(MOST)
     assert not [dtype for dtype in MOST if "\n" in report[dtype]["error"]]
     assert all(report["portable"][dtype]["compiled"] for dtype in DTYPES)
+
+
+def run_python(script, **environment):
+    """What the script prints; without the interpreter, in a process of its own (sm_75.py says why)."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_quoted_machine_code_is_the_disassemblys():
+    """The table of section 6, line by line and register by register, on Colab's Triton."""
+    (table,) = (cell.source for cell in notebook.cells() if "| what a lane does |" in cell.source)
+    quoted = [line.split("|")[3].strip(" `") for line in table.splitlines() if line.startswith("| `")]
+    assert len(quoted) == 10
+    script = """
+import notebook, sm_75, torch
+nf4 = notebook.load()
+print(*sm_75.disassemble(sm_75.compile_for(nf4, torch.float16, nf4.Setting())[0])[0], sep="\\n")
+"""
+    folder = run_python("import sm_75; print(sm_75.installed('3.6.0'))")[-1]
+    instructions = run_python(script, PYTHONPATH=folder)
+    assert [line for line in quoted if line not in instructions] == []
