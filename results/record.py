@@ -73,8 +73,8 @@ def ratio_text(record):
     lines += [
         "",
         f"Measured on one **{record['gpu']}**, {record['date']}, {packages}: the timed loops of the challenge's "
-        f"harness, {pairs} interleaved pairs, median (20th to 80th percentile); *original mix*: each option in the dtype "
-        "that the challenge gives it. "
+        f"harness, {pairs} interleaved pairs, median (20th to 80th percentile); *original mix*: each option in the "
+        "dtype that the challenge gives it. "
         f"**Bit-exact**: {exact['checked']:,} comparisons of single weights in raw bits, {exact['differing']} differ. "
         f"**Score** by the challenge's marking, on this GPU: {score['total']} of {score['possible']}.",
     ]
@@ -90,8 +90,8 @@ def why_text(record):
     return (
         f"Where the lead comes from: on large matrices the kernel alone runs at {min(fractions):.2f} or more of the "
         f"speed of one that moves the same bytes and decodes nothing, and is {min(kernel):.2f} to {max(kernel):.2f} "
-        f"times as fast as today's Unsloth's; the rest is the launch, {ours:.0f} instead of {theirs:.0f} µs of host time "
-        "per call."
+        f"times as fast as today's Unsloth's; the rest is the launch, {ours:.0f} instead of {theirs:.0f} µs of host "
+        "time per call."
     )
 
 
