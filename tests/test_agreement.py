@@ -1,5 +1,7 @@
 """Raw bits against bitsandbytes: through the interpreter on a CPU, on the real kernel where there is a GPU."""
 
+import contextlib
+
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
@@ -132,6 +134,18 @@ def test_harness_accepts_ours_and_refuses_a_wrong_one(nf4):
         nf4.assert_same(x.float(), x, "line", torch.float16)
     with pytest.raises(AssertionError, match="line: .*stride"):
         nf4.assert_same(x, x[:, ::2].repeat(1, 2).t(), "line", torch.float16)
+
+
+def test_races_and_their_mix(nf4):
+    """A race times nothing whose bits are wrong; the original mix takes each option from the race in its dtype."""
+    right = ("ours", nf4.your_dequantize_nf4, contextlib.nullcontext)
+    wrong = ("wrong", lambda layer: nf4.your_dequantize_nf4(layer) * 1.001, contextlib.nullcontext)
+    with pytest.raises(AssertionError, match="b: wrong weights"):
+        nf4.race({"a": right, "b": wrong}, torch.float16, 1, 1, nf4.SMALL_OPTIONS)
+    races = {dtype: nf4.race({"a": right}, dtype, 2, 1, nf4.SMALL_OPTIONS) for dtype in DTYPES[:2]}
+    fp16, bf16 = (races[dtype]["a"] for dtype in DTYPES[:2])
+    assert all(second > 0 for pair in fp16 + bf16 for second in pair)
+    assert nf4.original_mix(races)["a"] == [[a[0], b[1], b[2]] for a, b in zip(fp16, bf16)]
 
 
 @pytest.mark.gpu
