@@ -74,7 +74,7 @@ def ratio_text(record):
         "",
         f"Measured on one **{record['gpu']}**, {record['date']}, {packages}: the timed loops of the challenge's "
         f"harness, {pairs} interleaved pairs, median (20th to 80th percentile); *original mix*: each option in the "
-        "dtype that the challenge gives it. "
+        "dtype that the challenge gives it, out of the same loops. "
         f"**Bit-exact**: {exact['checked']:,} comparisons of single weights in raw bits, {exact['differing']} differ. "
         f"**Score** by the challenge's marking, on this GPU: {score['total']} of {score['possible']}.",
     ]
