@@ -1,5 +1,6 @@
 """Bad input: an error that names what came, before anything is launched; or what bitsandbytes gives."""
 
+import contextlib
 import types
 
 import pytest
@@ -65,6 +66,7 @@ MALFORMED = {
         lambda w, s: (w.untyped_storage().resize_(0), (w, s))[1],
         "the weight needs 2048 bytes .* holds 0",
     ),
+    "absmax negated": (replaced("absmax", lambda s, w: torch._neg_view(s.absmax)), "negated"),
     "absmax freed": (
         lambda w, s: (s.absmax.untyped_storage().resize_(0), (w, s))[1],
         "absmax needs 64 bytes .* holds 0",
@@ -131,6 +133,31 @@ def test_views_that_a_kept_launch_must_not_take(nf4, device):
         nf4.dequantize_nf4(weight, state)
         with pytest.raises(ValueError, match="expected packed bytes"):
             nf4.dequantize_nf4(view(weight), state)
+
+
+def test_freed_memory_is_refused_also_where_a_mode_watches(nf4, nf4_pair, monkeypatch):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    weight, state = nf4_pair
+    weight.untyped_storage().resize_(0)
+    monkeypatch.setattr(nf4, "launch", lambda *_: pytest.fail("launched"))
+    with FlopCounterMode(display=False), pytest.raises(ValueError, match="the weight needs 2048 bytes .* holds 0"):
+        nf4.dequantize_nf4(weight, state)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_an_odd_address_without_an_offset(nf4, device, watched):
+    """As DLPack hands over a slice; also where a mode watches, and the operator is called."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    weight, state = nf4.quantized((64, 128), torch.bfloat16, device)
+    buffer = torch.zeros(weight.numel() + 1, dtype=torch.uint8, device=device)
+    moved = torch.from_dlpack(buffer[1:]).view(weight.shape)
+    moved.copy_(weight)
+    assert moved.storage_offset() == 0 and moved.data_ptr() % 4 == 1
+    with FlopCounterMode(display=False) if watched else contextlib.nullcontext():
+        out = nf4.dequantize_nf4(moved, state)
+    assert nf4.bits_differing(out, dequantize_4bit(weight, state)) == 0
 
 
 def test_a_mixture_of_two_states_of_one_size_is_followed_as_bitsandbytes_follows_it(nf4, nf4_pair):
