@@ -89,8 +89,8 @@ def why_text(record):
     faster = " to ".join(dict.fromkeys((f"{min(kernel):.2f}", f"{max(kernel):.2f}")))
     ours, theirs = (record["parts"]["issued_us"][name] for name in ("ours", "unsloth_today"))
     return (
-        f"Where the lead comes from: from 4096 x 14336 weights on the kernel alone runs at {min(fractions):.2f} or more "
-        f"of the speed of one that moves the same bytes and decodes nothing, and is {faster} times as fast as today's "
+        f"Where the lead comes from: from 4096 x 14336 weights on the kernel alone runs at {min(fractions):.2f} or "
+        f"more of the speed of one that moves the same bytes and decodes nothing, and is {faster} times as fast as today's "
         f"Unsloth's. The rest is the host: it issues a call in {ours:.0f} instead of {theirs:.0f} µs, and the harness "
         "waits for each. Where nobody waits and the GPU is always busy, only the kernel's part remains."
     )
@@ -174,7 +174,7 @@ def t4_text(record):
             f"the harness in fp16: {min(ours):.1f} to {max(ours):.1f} s, today's Unsloth {min(theirs):.1f} to "
             f"{max(theirs):.1f} s, a ratio of {min(ratios):.2f} to {max(ratios):.2f} (section 11); "
             f"by the marking {score_with(record, 0.98 * min(ratios))} to {score_with(record, max(ratios))} points "
-            "(2 % count as nothing)",
+            "(counting 2 % as noise)",
             f"*Run all*: {min(minutes):.0f} to {max(minutes):.0f} minutes, installation included",
         ],
         "**only your run** can show": [
@@ -214,7 +214,7 @@ def robustness_text(record):
     found = record["robustness"]
     return (
         "By `pytest tests --tally` and `tests/training.py`, kept in the record under `robustness`. "
-        f"On the {found['gpu']} ({found['date']}): {found['cases']:,} random cases of shape, block size, dtype, "
+        f"On the {found['gpu']} ({found['date']}): {found['cases']:,} cases of shape, block size, dtype, "
         f"nesting, alignment and storage, {found['weights']:,} weights in all, {found['differing']} differ from "
         f"bitsandbytes; {found['errors']} malformed inputs, each refused by name; {found['load_calls']:,} calls over "
         f"300 layers whose weights come and go, {found['load_growth_bytes']:,} bytes of GPU memory more at the end; "
