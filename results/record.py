@@ -90,9 +90,9 @@ def why_text(record):
     ours, theirs = (record["parts"]["issued_us"][name] for name in ("ours", "unsloth_today"))
     return (
         f"Where the lead comes from: from 4096 x 14336 weights on the kernel alone runs at {min(fractions):.2f} or "
-        f"more of the speed of one that moves the same bytes and decodes nothing, and is {faster} times as fast as today's "
-        f"Unsloth's. The rest is the host: it issues a call in {ours:.0f} instead of {theirs:.0f} µs, and the harness "
-        "waits for each. Where nobody waits and the GPU is always busy, only the kernel's part remains."
+        f"more of the speed of one that moves the same bytes and decodes nothing, and is {faster} times as fast as "
+        f"today's Unsloth's. The rest is the host: it issues a call in {ours:.0f} instead of {theirs:.0f} µs, and the "
+        "harness waits for each. Where nobody waits and the GPU is always busy, only the kernel's part remains."
     )
 
 
