@@ -9,6 +9,7 @@ FILE`).
 `python results/record.py refresh` only rewrites the stated figures from results/.
 """
 
+import ast
 import datetime
 import hashlib
 import json
@@ -44,6 +45,19 @@ def changed_since_run(notebook):
     return sorted(cell for cell in then.keys() | now.keys() if then.get(cell) != now.get(cell))
 
 
+def from_notebook(name):
+    """A function out of the notebook's definition cells, alone: record.py runs where torch is not installed yet."""
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    definitions = [node for c in cells if c.source.startswith("#| export") for node in ast.parse(c.source).body]
+    (found,) = (node for node in definitions if isinstance(node, ast.FunctionDef) and node.name == name)
+    namespace = {"re": re}
+    exec(compile(ast.Module([found], []), NOTEBOOK.name, "exec"), namespace)
+    return namespace[name]
+
+
+slug, speedup_points = from_notebook("slug"), from_notebook("speedup_points")
+
+
 def load(name):
     return json.loads((RESULTS / f"{name}.json").read_text())
 
@@ -53,10 +67,6 @@ def records():
     found = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
     found = [record for record in found if isinstance(record, dict) and "harness" in record]
     return sorted(found, key=lambda record: ("T4" not in record["gpu"], record["gpu"]))
-
-
-def slug(gpu):
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
 def ratio_text(record):
@@ -143,7 +153,7 @@ def roads_text(roads):
 
 
 def t4_text(record):
-    """What is known of a T4: proven, predicted, or only to be measured there."""
+    """What is known of a T4: checked without it, predicted, or only to be measured there."""
     sm_75, colab, jupyter, ptx = load("sm_75"), load("colab"), load("jupyter"), record["t4_ptx"]
     fp16, bf16 = sm_75["3.6.0"]["float16"], sm_75["3.6.0"]["bfloat16"]
     assert all(sm_75[version][dtype]["compiled"] for version in sm_75 for dtype in ("float16", "bfloat16", "float32"))
@@ -206,8 +216,8 @@ def t4_run_all_s(record):
 
 def score_with(record, speedup):
     """The record's total with the points of another speedup."""
-    points = -3 if speedup <= 1 else (speedup >= 1.05) + 2 * (speedup >= 1.10) + 2 * (speedup >= 1.15)
-    return sum(points if row["criterion"] == "speedup" else row["points"] for row in record["score"]["rows"])
+    rows = record["score"]["rows"]
+    return sum(speedup_points(speedup) if row["criterion"] == "speedup" else row["points"] for row in rows)
 
 
 def robustness_text(record):

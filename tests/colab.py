@@ -56,18 +56,8 @@ def protected(name):
 def pip_install(python, folder, *arguments):
     """pip's report and what it said, of `pip install --dry-run`."""
     report = folder / "report.json"
-    command = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--dry-run",
-        "--report",
-        report,
-        "--disable-pip-version-check",
-        *arguments,
-    ]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    pip = [python, "-m", "pip", "install", "--dry-run", "--report", report, "--disable-pip-version-check"]
+    done = subprocess.run([*pip, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"pip install {' '.join(arguments)} fails:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return json.loads(report.read_text())["install"], done.stdout

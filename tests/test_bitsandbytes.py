@@ -299,15 +299,6 @@ def test_the_backward_of_its_own_matmul(nf4, device, tally, monkeypatch, dtype):
     assert peer.differing(nf4, tally, *gradients) == 0
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fp4_is_refused(nf4, device, dtype, compressed):
-    values = torch.randn(64, 64, device=device).to(dtype)
-    weight, state = quantize_4bit(values, quant_type="fp4", compress_statistics=compressed)
-    with pytest.raises(ValueError, match="'fp4'"):
-        nf4.dequantize_nf4(weight, state)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("compressed", [False, True])
 def test_its_benchmark_shape(nf4, tally, compressed):

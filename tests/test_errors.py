@@ -211,8 +211,11 @@ def test_layers_that_are_not_quantized(nf4, device):
         nf4.dequantize_nf4(None, None)
 
 
-def test_fp4_is_refused_by_name(nf4, device):
-    weight, state = quantize_4bit(torch.randn(64, 64, device=device), quant_type="fp4", compress_statistics=True)
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_fp4_is_refused_by_name(nf4, device, dtype, compressed):
+    values = torch.randn(64, 64, device=device).to(dtype)
+    weight, state = quantize_4bit(values, quant_type="fp4", compress_statistics=compressed)
     with pytest.raises(ValueError, match="'fp4'"):
         nf4.dequantize_nf4(weight, state)
 

@@ -22,10 +22,15 @@ MOST_PORTABLE = {"float16": 10.5, "bfloat16": 15.5}
 RECORD = json.loads((notebook.ROOT / "results" / "sm_75.json").read_text())
 
 
+def run_python(*arguments, **environment):
+    """Python in a process of its own, in this folder, without the interpreter (sm_75.py says why)."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True)
+
+
 def sm_75(*arguments):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, Path(__file__).with_name("sm_75.py"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return run_python("sm_75.py", *arguments)
 
 
 @pytest.fixture(scope="module", params=COMPILED_NOW)
@@ -107,8 +112,7 @@ load = notebook.load
 notebook.load = lambda: load("broken", edit=("shfl.sync.idx.b32 $0, $2", "shfl.sync.nonsense.b32 $0, $2"))
 raise SystemExit(sm_75.main([]))
 """
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    done = run_python("-c", script)
     assert done.returncode == 1 and "does not compile: float16: " in done.stderr, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert {dtype for dtype in DTYPES if not report[dtype]["compiled"]} == set(MOST)
@@ -116,12 +120,9 @@ raise SystemExit(sm_75.main([]))
     assert all(report["portable"][dtype]["compiled"] for dtype in DTYPES)
 
 
-def run_python(script, **environment):
-    """What the script prints; without the interpreter, in a process of its own (sm_75.py says why)."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, cwd=Path(__file__).parent, capture_output=True, text=True
-    )
+def printed(script, **environment):
+    """The lines that the script prints."""
+    done = run_python("-c", script, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -136,6 +137,6 @@ import notebook, sm_75, torch
 nf4 = notebook.load()
 print(*sm_75.disassemble(sm_75.compile_for(nf4, torch.float16, nf4.Setting())[0])[0], sep="\\n")
 """
-    folder = run_python("import sm_75; print(sm_75.installed('3.6.0'))")[-1]
-    instructions = run_python(script, PYTHONPATH=folder)
+    folder = printed("import sm_75; print(sm_75.installed('3.6.0'))")[-1]
+    instructions = printed(script, PYTHONPATH=folder)
     assert [line for line in quoted if line not in instructions] == []
