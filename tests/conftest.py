@@ -2,6 +2,8 @@ import collections
 import datetime
 import json
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,9 +12,13 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
 
-import notebook  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+
+import helpers  # noqa: E402
 import pytest  # noqa: E402
 
+if not GPU:
+    helpers.emulate_assembly()
 TALLY = collections.Counter()
 
 
@@ -27,7 +33,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """What a worker of pytest-xdist counted."""
+    TALLY.update(getattr(node, "workeroutput", {}).get("tally", {}))
+
+
 def pytest_sessionfinish(session, exitstatus):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["tally"] = dict(TALLY)
+        return
     path = session.config.getoption("--tally")
     if path:
         gpu = torch.cuda.get_device_name() if GPU else "CPU (Triton interpreter)"
@@ -38,7 +53,15 @@ def pytest_sessionfinish(session, exitstatus):
 @pytest.fixture(scope="session")
 def nf4():
     """The notebook's definitions."""
-    return notebook.load()
+    return helpers.load()
+
+
+@pytest.fixture(params=["assembly", "loads"])
+def look_up(nf4, monkeypatch, request):
+    """Runs the test by the assembly (emulated on a CPU) and by loads."""
+    by = {size: replace(setting, assembly=request.param == "assembly") for size, setting in nf4.DEFAULTS.items()}
+    monkeypatch.setattr(nf4, "DEFAULTS", by)
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -1,25 +1,44 @@
 """A kept launch may never serve stale weights.
 
-Each change below must be noticed. On a CPU the same changes go through the interpreter's plain launch. On a GPU each
-check of the kept launch is also removed in turn: the test that is there for it must then fail, or it tests nothing.
+Each change below must be noticed. Each check of the kept launch is also removed in turn: the test that is there for it
+must then fail, or it tests nothing. On a CPU `helpers.keep_on_cpu` stands in for allocator, device, stream, launcher.
 """
 
-import copy
 import gc
-import io
-import pickle
 import types
+import warnings
 import weakref
 
-import notebook
+import helpers
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 
+GPU = torch.cuda.is_available()
 
-def fresh(nf4, device, shape=(64, 128), dtype=torch.float16, seed=0):
-    weight, state = nf4.quantized(shape, dtype, device, seed=seed)
+
+@pytest.fixture
+def kept(nf4, monkeypatch):
+    """The notebook's definitions, with launches that are kept on a CPU, too."""
+    return keeping(nf4, monkeypatch)
+
+
+def keeping(nf4, monkeypatch):
+    nf4.world = types.SimpleNamespace() if GPU else helpers.keep_on_cpu(nf4, monkeypatch)
+    return nf4
+
+
+def fresh(nf4, device, shape=(64, 128), dtype=torch.float16, seed=0, nested=True):
+    weight, state = nf4.quantized(shape, dtype, device, nested=nested, seed=seed)
     return torch.nn.Parameter(weight, requires_grad=False), state
+
+
+def called(nf4, device, **options):
+    """A weight and its state with a kept launch."""
+    weight, state = fresh(nf4, device, **options)
+    nf4.dequantize_nf4(weight, state)
+    assert state._nf4_launch is not None, "no launch was kept, so nothing is tested"
+    return weight, state
 
 
 def data_swapped(name):
@@ -36,7 +55,7 @@ def data_swapped(name):
 def object_replaced(name):
     """Another tensor object over the same memory, with another dtype: only the identity tells. To be refused."""
 
-    def change(weight, state, other_weight, other_state):
+    def change(weight, state, *_):
         if name == "weight":
             return weight.data.view(torch.int8)
         owner, last = (state.state2, name.split(".")[1]) if "." in name else (state, name)
@@ -47,7 +66,7 @@ def object_replaced(name):
 
 
 def attribute_set(name, value):
-    def change(weight, state, other_weight, other_state):
+    def change(weight, state, *_):
         owner, last = (state.state2, name.split(".")[1]) if "." in name else (state, name)
         setattr(owner, last, value)
 
@@ -58,11 +77,26 @@ def field(state, name):
     return getattr(state.state2, name.split(".")[1]) if "." in name else getattr(state, name)
 
 
+def every_second_byte(weight):
+    roomy = torch.zeros(2 * weight.numel(), dtype=torch.uint8, device=weight.device)
+    roomy[::2] = weight.data.view(-1)
+    return roomy[::2]
+
+
+def shortened(weight):
+    """Another buffer, whose storage ends a byte too early."""
+    other = weight.data.clone()
+    other.untyped_storage().resize_(other.numel() - 1)
+    return other
+
+
 STATE = ("absmax", "code", "offset", "state2.absmax", "state2.code")
 NOTICED = {f"{name}.data = ...": data_swapped(name) for name in ("weight", *STATE)}
 NOTICED |= {
     "dtype = bfloat16": attribute_set("dtype", torch.bfloat16),
     "shape = 128 x 64": attribute_set("shape", torch.Size((128, 64))),
+    "weight at an odd address": lambda weight, *_: helpers.moved(weight.data, 1),
+    "another weight": lambda weight, state, other, _: other,
 }
 REFUSED = {f"another {name} object": object_replaced(name) for name in ("weight", *STATE)}
 REFUSED |= {
@@ -78,91 +112,67 @@ REFUSED |= {
     "another state2 object": lambda weight, state, *_: setattr(
         state, "state2", types.SimpleNamespace(absmax=state.state2.absmax)
     ),
-    "weight sparse": lambda weight, *_: weight.data.to_sparse(),
+    "weight sparse": lambda weight, *_: weight.data.to_sparse_csr(),
+    "weight on another device": lambda weight, *_: weight.data.to("meta"),
+    "weight negated": lambda weight, *_: torch._neg_view(weight.data),
+    "weight shortened": lambda weight, *_: shortened(weight),
+    "absmax requires grad": lambda weight, state, *_: setattr(state.absmax, "requires_grad", True),
+    "offset requires grad": lambda weight, state, *_: setattr(state.offset, "requires_grad", True),
 }
+PLAIN = ("absmax requires grad",)  # a state without state2
+FEW = {"weight 0-d": ((1, 2), lambda weight: weight.view(())), "turned, three axes": ((2, 8, 8), lambda w: w.t())}
 
 
-def apply_and_call(nf4, device, change):
-    weight, state = fresh(nf4, device)
+def apply_and_call(nf4, device, name, change):
+    weight, state = called(nf4, device, nested=name not in PLAIN)
     nf4.dequantize_nf4(weight, state)
-    nf4.dequantize_nf4(weight, state)
-    if device == "cuda":
-        assert state._nf4_launch is not None, "no launch was kept, so nothing is tested"
     replacement = change(weight, state, *fresh(nf4, device, seed=1))
     weight = weight if replacement is None else replacement
     return nf4.dequantize_nf4(weight, state), weight, state
 
 
 def check_noticed(nf4, device, name):
-    out, weight, state = apply_and_call(nf4, device, NOTICED[name])
-    expected = nf4.dequantize_reference(weight, state)  # bitsandbytes on a GPU does not read the state's code
-    assert out.dtype == expected.dtype and out.shape == expected.shape
-    assert nf4.bits_differing(out, expected) == 0
+    out, weight, state = apply_and_call(nf4, device, name, NOTICED[name])
+    want = helpers.reference(weight, state)  # bitsandbytes on a GPU does not read the state's code
+    assert out.dtype == want.dtype and out.shape == want.shape
+    assert nf4.bits_differing(out, want) == 0
 
 
 def check_refused(nf4, device, name):
     with pytest.raises((ValueError, TypeError)):
         if name == "weight = None":  # and the weight is gone
-            state = apply_and_call(nf4, device, attribute_set("dtype", torch.float16))[2]
+            state = apply_and_call(nf4, device, name, attribute_set("dtype", torch.float16))[2]
             nf4.dequantize_nf4(None, state)
+        elif name in FEW:
+            shape, view = FEW[name]
+            weight, state = called(nf4, device, shape=shape)
+            nf4.dequantize_nf4(view(weight.data), state)
         else:
-            apply_and_call(nf4, device, REFUSED[name])
+            apply_and_call(nf4, device, name, REFUSED[name])
 
 
 @pytest.mark.parametrize("name", NOTICED)
-def test_changes_are_noticed(nf4, device, name):
-    check_noticed(nf4, device, name)
+def test_changes_are_noticed(kept, device, name):
+    check_noticed(kept, device, name)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_changes_are_refused(nf4, device, name):
-    check_refused(nf4, device, name)
+@pytest.mark.parametrize("name", [*REFUSED, *FEW])
+def test_changes_are_refused(kept, device, name):
+    check_refused(kept, device, name)
 
 
-def test_contents_changed_in_place(nf4, device):
-    weight, state = fresh(nf4, device)
-    other_weight, other_state = fresh(nf4, device, seed=1)
-    nf4.dequantize_nf4(weight, state)
+def test_contents_changed_in_place(kept, device):
+    weight, state = called(kept, device)
+    other_weight, other_state = fresh(kept, device, seed=1)
     weight.data.copy_(other_weight)
     for name in STATE:
         field(state, name).copy_(field(other_state, name))
-    assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), dequantize_4bit(other_weight.data, other_state)) == 0
+    assert kept.bits_differing(kept.dequantize_nf4(weight, state), dequantize_4bit(other_weight.data, other_state)) == 0
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "copy", "pickle", "torch.save"])
-def test_copies_start_without_a_launch(nf4, device, how):
-    layer = nf4.bnb_Linear4bit(64, 128).to(device)
-    expected = nf4.your_dequantize_nf4(layer)
-    if how == "deepcopy":
-        clone = copy.deepcopy(layer)
-    elif how == "copy":
-        clone = copy.copy(layer)
-    elif how == "pickle":
-        clone = pickle.loads(pickle.dumps(layer))
-    else:
-        buffer = io.BytesIO()
-        torch.save(layer, buffer)
-        buffer.seek(0)
-        clone = torch.load(buffer, weights_only=False)
-    if how != "copy":  # a shallow copy shares tensors and state, so it may share the launch
-        assert getattr(clone.weight.quant_state, "_nf4_launch", None) is None
-        layer.weight.data.zero_()
-    assert nf4.bits_differing(nf4.your_dequantize_nf4(clone), expected) == 0
-
-
-def test_load_state_dict(nf4, device):
-    layer, other = (nf4.bnb_Linear4bit(64, 128).to(device) for _ in range(2))
-    nf4.your_dequantize_nf4(layer)
-    state = layer.weight.quant_state
-    layer.load_state_dict({"weight": other.weight.data}, strict=False)
-    expected = dequantize_4bit(other.weight.data, state)
-    assert nf4.bits_differing(nf4.your_dequantize_nf4(layer), expected) == 0
-
-
-def test_nothing_is_kept_alive(nf4, device):
-    weight, state = fresh(nf4, device)
-    nf4.dequantize_nf4(weight, state)
-    nf4.dequantize_nf4(weight, state)
+def test_nothing_is_kept_alive(kept, device):
+    weight, state = called(kept, device)
+    kept.dequantize_nf4(weight, state)
     watched = [weakref.ref(weight), weakref.ref(state.absmax)]
     state.absmax = state.absmax.clone()
     del weight
@@ -170,36 +180,61 @@ def test_nothing_is_kept_alive(nf4, device):
     assert [ref() for ref in watched] == [None, None]
 
 
-@pytest.mark.gpu
-def test_moved_away_and_back(nf4):
-    layer = nf4.bnb_Linear4bit(64, 128).to("cuda")
-    expected = nf4.your_dequantize_nf4(layer)
-    layer = layer.to("cpu")
-    with pytest.raises(ValueError, match="cpu"):
-        nf4.your_dequantize_nf4(layer)
-    layer = layer.to("cuda")
-    for _ in range(2):
-        assert nf4.bits_differing(nf4.your_dequantize_nf4(layer), expected) == 0
+def plain_launches(nf4, monkeypatch):
+    """Counts the launches through Triton from now on."""
+    count, launch = [0], nf4.launch
+
+    def counting(*arguments, **options):
+        count[0] += 1
+        return launch(*arguments, **options)
+
+    monkeypatch.setattr(nf4, "launch", counting)
+    return count
 
 
-def check_stream(nf4):
-    weight, state = fresh(nf4, "cuda", (4096, 4096))
+def test_a_repeated_call_is_the_kept_one(kept, device, monkeypatch):
+    weight, state = called(kept, device)
+    count = plain_launches(kept, monkeypatch)
+    out = kept.dequantize_nf4(weight, state)
+    assert count == [0] and kept.bits_differing(out, dequantize_4bit(weight.data, state)) == 0
+
+
+def test_weights_that_alternate_between_two_buffers_keep_the_launch(kept, device, monkeypatch):
+    """As with offloading or FSDP: one state, its packed bytes now here, now there."""
+    weight, state = called(kept, device)
+    buffers = [fresh(kept, device, seed=seed)[0].data for seed in (1, 2)]
+    first, count = state._nf4_launch, plain_launches(kept, monkeypatch)
+    for turn in range(6):
+        buffer = buffers[turn % 2]
+        weight.data = buffer  # the parameter's object stays
+        for packed in (weight, buffer, buffer.t(), buffer.view(-1)):
+            want = dequantize_4bit(buffer, state)
+            want = want.t() if packed.shape[0] == 1 else want
+            assert kept.bits_differing(kept.dequantize_nf4(packed, state), want) == 0
+    assert count == [0] and state._nf4_launch is first
+
+
+def check_stream(nf4, monkeypatch, device):
+    if not GPU:  # the launcher's stand-in compares
+        weight, state = called(nf4, device)
+        nf4.world.stream = 7
+        return nf4.dequantize_nf4(weight, state)
+    weight, state = called(nf4, "cuda", shape=(4096, 4096))
     other_weight, _ = fresh(nf4, "cuda", (4096, 4096), seed=1)
-    expected = dequantize_4bit(other_weight.data, state)
-    nf4.dequantize_nf4(weight, state)
+    want = dequantize_4bit(other_weight.data, state)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(20_000_000)
         weight.data.copy_(other_weight)  # ordered on this stream only
         out = nf4.dequantize_nf4(weight, state)
     torch.cuda.synchronize()
-    assert nf4.bits_differing(out, expected) == 0
+    assert nf4.bits_differing(out, want) == 0
 
 
-def check_graph(nf4):
-    weight, state = fresh(nf4, "cuda")
+@pytest.mark.gpu
+def test_a_cuda_graph(nf4):
+    weight, state = called(nf4, "cuda")
     other_weight, _ = fresh(nf4, "cuda", seed=1)
-    nf4.dequantize_nf4(weight, state)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = nf4.dequantize_nf4(weight, state)
@@ -210,48 +245,70 @@ def check_graph(nf4):
     assert nf4.bits_differing(out, dequantize_4bit(other_weight.data, state)) == 0
 
 
-def plain_launches(nf4, monkeypatch):
-    """Counts the plain launches from now on."""
-    count, launch = [0], nf4.launch
+def check_hook(which, add):
+    """A hook that comes after the launch was kept sees the next call."""
 
-    def counting(*arguments):
-        count[0] += 1
-        return launch(*arguments)
+    def check(nf4, monkeypatch, device):
+        weight, state = called(nf4, device)
+        monkeypatch.setattr(nf4.HOOKS, which, getattr(nf4.HOOKS, which))  # put back at the end
+        seen, count = [], plain_launches(nf4, monkeypatch)
+        hook = getattr(nf4.HOOKS, which)
+        note = lambda metadata: seen.append(metadata)  # noqa: E731
+        if add:
+            hook.add(note)
+        else:
+            setattr(nf4.HOOKS, which, note)
+        try:
+            nf4.dequantize_nf4(weight, state)
+        finally:
+            hook.remove(note) if add else None
+        assert count == [1] and len(seen) == (1 if GPU else 0)  # the interpreter calls no hooks
 
-    monkeypatch.setattr(nf4, "launch", counting)
-    return count
-
-
-def check_hook(nf4, monkeypatch, which):
-    from triton import knobs
-
-    weight, state = fresh(nf4, "cuda")
-    nf4.dequantize_nf4(weight, state)
-    seen, hook = [], getattr(knobs.runtime, which)
-    note = lambda metadata: seen.append(metadata)  # noqa: E731
-    hook.add(note)
-    try:
-        nf4.dequantize_nf4(weight, state)
-    finally:
-        hook.remove(note)
-    assert len(seen) == 1
+    return check
 
 
-def check_device(nf4, monkeypatch):
-    weight, state = fresh(nf4, "cuda")
-    current, real = [0], torch._C._cuda_getDevice
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: real() + current[0])
-    nf4.dequantize_nf4(weight, state)
-    count = plain_launches(nf4, monkeypatch)
-    nf4.dequantize_nf4(weight, state)
-    assert count == [0]
-    current[0] = 1
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", real)
-    nf4.dequantize_nf4(weight, state)
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+def test_no_hook_and_a_plain_function_as_a_hook(kept, device, monkeypatch, which):
+    """Triton allows both."""
+    weight, state = fresh(kept, device)
+    want = dequantize_4bit(weight.data, state)
+    monkeypatch.setattr(kept.HOOKS, which, None)
+    count = plain_launches(kept, monkeypatch)
+    for _ in range(3):
+        assert kept.bits_differing(kept.dequantize_nf4(weight, state), want) == 0
     assert count == [1]
+    weight, state = fresh(kept, device)
+    seen = []
+    monkeypatch.setattr(kept.HOOKS, which, lambda metadata: seen.append(metadata))
+    for _ in range(3):
+        assert kept.bits_differing(kept.dequantize_nf4(weight, state), want) == 0
+    assert count == [4] and len(seen) == (3 if GPU else 0)
 
 
-def check_modes(nf4, monkeypatch):
+def check_device(nf4, monkeypatch, device):
+    """Another GPU is current: the launch is kept, goes to the weight's GPU, and the current one is the same after."""
+    weight, state = called(nf4, device)
+    want, count = dequantize_4bit(weight.data, state), plain_launches(nf4, monkeypatch)
+    if not GPU:
+        nf4.world.device = 1
+        out, after = nf4.dequantize_nf4(weight, state), nf4.world.device
+    else:
+        guarded, real = [], torch.cuda.device
+
+        def guard(index):
+            guarded.append(index)
+            return real(index)
+
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1 - len(guarded))
+        weight, state = called(nf4, device)
+        guarded.clear(), count.clear(), count.append(0)
+        monkeypatch.setattr(torch.cuda, "device", guard)
+        out, after = nf4.dequantize_nf4(weight, state), 1
+        assert guarded == [0]
+    assert count == [0] and after == 1 and nf4.bits_differing(out, want) == 0
+
+
+def check_modes(nf4, monkeypatch, device):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Seen(TorchDispatchMode):
@@ -261,17 +318,16 @@ def check_modes(nf4, monkeypatch):
             self.names.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    weight, state = fresh(nf4, "cuda")
-    nf4.dequantize_nf4(weight, state)
+    weight, state = called(nf4, device)
     with Seen():
         nf4.dequantize_nf4(weight, state)
     assert any("dequantize" in name for name in Seen.names)
 
 
-def check_strided(nf4, monkeypatch):
+def check_strided(nf4, monkeypatch, device):
     """The same object at the same address with the same number of bytes, but only every second one."""
-    weight, state = fresh(nf4, "cuda")
-    roomy = torch.zeros(2 * weight.numel(), dtype=torch.uint8, device="cuda")
+    weight, state = fresh(nf4, device)
+    roomy = torch.zeros(2 * weight.numel(), dtype=torch.uint8, device=device)
     roomy[: weight.numel()] = weight.data.view(-1)
     weight.data = roomy[: weight.numel()]
     nf4.dequantize_nf4(weight, state)
@@ -280,22 +336,35 @@ def check_strided(nf4, monkeypatch):
         nf4.dequantize_nf4(weight, state)
 
 
-def check_transposed(nf4, monkeypatch):
-    weight, state = fresh(nf4, "cuda")
-    expected = nf4.dequantize_nf4(weight, state)
+def check_another_strided(nf4, monkeypatch, device):
+    weight, state = called(nf4, device)
+    with pytest.raises(ValueError, match="contiguous: False"):
+        nf4.dequantize_nf4(every_second_byte(weight), state)
+
+
+def check_transposed(nf4, monkeypatch, device):
+    weight, state = called(nf4, device)
+    want = nf4.dequantize_nf4(weight, state)
     for view in (weight.data.t(), weight.t()):
-        assert torch.equal(nf4.dequantize_nf4(view, state), expected.t())
+        assert torch.equal(nf4.dequantize_nf4(view, state), want.t())
 
 
-def check_shape_in_place(nf4, monkeypatch):
-    weight, state = fresh(nf4, "cuda")
+def check_turned_in_place(nf4, monkeypatch, device):
+    weight, state = called(nf4, device)
+    want = nf4.dequantize_nf4(weight, state)
+    weight.data = weight.data.t()
+    assert torch.equal(nf4.dequantize_nf4(weight, state), want.t())
+
+
+def check_shape_in_place(nf4, monkeypatch, device):
+    weight, state = fresh(nf4, device)
     state.shape = list(state.shape)
     nf4.dequantize_nf4(weight, state)
     state.shape.reverse()
     assert nf4.dequantize_nf4(weight, state).shape == (128, 64)
 
 
-def check_subclass(nf4, monkeypatch):
+def check_subclass(nf4, monkeypatch, device):
     """Over the same memory, but it wants to see operators."""
 
     class Watching(torch.Tensor):
@@ -307,17 +376,17 @@ def check_subclass(nf4, monkeypatch):
             with torch._C._DisableTorchDispatch():
                 return func(*args, **(kwargs or {}))
 
-    weight, state = fresh(nf4, "cuda")
-    expected = nf4.dequantize_nf4(weight, state)
+    weight, state = called(nf4, device)
+    want = nf4.dequantize_nf4(weight, state)
     watching = torch.Tensor._make_subclass(Watching, weight.data)
     assert watching.data_ptr() == weight.data_ptr()
-    assert nf4.bits_differing(nf4.dequantize_nf4(watching, state), expected) == 0
+    assert nf4.bits_differing(nf4.dequantize_nf4(watching, state), want) == 0
     assert any("dequantize" in name for name in Watching.names)
 
 
-def check_torch_function(nf4, monkeypatch):
+def check_torch_function(nf4, monkeypatch, device):
     """A layer's weight answers every method in Python; the repeated call must not ask it."""
-    layer = nf4.bnb_Linear4bit(64, 128).to("cuda")
+    layer = nf4.bnb_Linear4bit(64, 128).to(device)
     nf4.your_dequantize_nf4(layer)
     kind, asked = type(layer.weight), []
     answer = kind.__torch_function__
@@ -331,75 +400,102 @@ def check_torch_function(nf4, monkeypatch):
     assert not asked
 
 
-def check_state2_appears(nf4, monkeypatch):
+def check_state2_appears(nf4, monkeypatch, device):
     """A launch kept for plain absmax."""
-    weight, state = nf4.quantized((64, 128), torch.float16, "cuda", nested=False)
-    expected = dequantize_4bit(weight, state)
+    weight, state = nf4.quantized((64, 128), torch.float16, device, nested=False)
+    want = dequantize_4bit(weight, state)
     for _ in range(2):
-        assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), expected) == 0
+        assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), want) == 0
     assert state._nf4_launch is not None
-    state.state2 = fresh(nf4, "cuda")[1].state2
-    with pytest.raises(ValueError, match="absmax must be"):
+    state.state2 = fresh(nf4, device)[1].state2
+    with pytest.raises(TypeError, match="offset must be a tensor"):
         nf4.dequantize_nf4(weight, state)
 
 
+def check_kernel_redefined(nf4, monkeypatch, device):
+    """As when its cell is run again: launches of the old one are over."""
+    weight, state = called(nf4, device)
+    used, kernel = [], nf4._dequantize_nf4_kernel
+
+    class Redefined:
+        def __getitem__(self, grid):
+            used.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(nf4, "_dequantize_nf4_kernel", Redefined())
+    for _ in range(2):
+        nf4.dequantize_nf4(weight, state)
+    assert len(used) == (1 if GPU else 3)  # the stand-in starts what is kept by kernel[grid], too
+
+
 WATCHED = {
-    "stream": lambda nf4, monkeypatch: check_stream(nf4),
-    "graph": lambda nf4, monkeypatch: check_graph(nf4),
-    "enter hook": lambda nf4, monkeypatch: check_hook(nf4, monkeypatch, "launch_enter_hook"),
-    "exit hook": lambda nf4, monkeypatch: check_hook(nf4, monkeypatch, "launch_exit_hook"),
+    "stream": check_stream,
+    "enter hook": check_hook("launch_enter_hook", add=True),
+    "exit hook": check_hook("launch_exit_hook", add=True),
+    "another enter hook": check_hook("launch_enter_hook", add=False),
+    "another exit hook": check_hook("launch_exit_hook", add=False),
     "device": check_device,
     "modes": check_modes,
     "strided": check_strided,
+    "another, strided": check_another_strided,
     "transposed": check_transposed,
+    "turned in place": check_turned_in_place,
     "shape in place": check_shape_in_place,
     "subclass": check_subclass,
     "torch function": check_torch_function,
     "state2 appears": check_state2_appears,
+    "kernel redefined": check_kernel_redefined,
 }
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", WATCHED)
-def test_the_world_around(nf4, monkeypatch, name):
-    WATCHED[name](nf4, monkeypatch)
+def test_the_world_around(kept, monkeypatch, device, name):
+    WATCHED[name](kept, monkeypatch, device)
 
 
-@pytest.mark.gpu
-def test_a_repeated_call_is_the_kept_one(nf4, monkeypatch):
-    weight, state = fresh(nf4, "cuda")
-    nf4.dequantize_nf4(weight, state)
-    count = plain_launches(nf4, monkeypatch)
-    out = nf4.dequantize_nf4(weight, state)
-    assert count == [0] and nf4.bits_differing(out, dequantize_4bit(weight.data, state)) == 0
+def test_the_compiled_kernel_is_held(kept, device):
+    """Triton 3.9 unloads one that nobody holds."""
+    weight, state = fresh(kept, device)
+    held, keep = [], kept.keep
+
+    def noting(quant_state, described, out, compiled, *rest):
+        held.append(weakref.ref(compiled))
+        return keep(quant_state, described, out, compiled, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept, "keep", noting)
+        kept.dequantize_nf4(weight, state)
+    if GPU:
+        kept._dequantize_nf4_kernel.device_caches.clear()
+    gc.collect()
+    assert held[0]() is not None
+    assert kept.bits_differing(kept.dequantize_nf4(weight, state), dequantize_4bit(weight.data, state)) == 0
 
 
-def test_keeps_no_launch_without_triton_knobs(nf4, device, monkeypatch):
-    """Triton 3.3 has none."""
-    weight, state = fresh(nf4, device)
-    monkeypatch.setattr(nf4, "empty_cuda", lambda *_: pytest.fail("used"))
-    monkeypatch.setattr(nf4, "triton", types.SimpleNamespace())
-    assert nf4.keep_launch(types.SimpleNamespace(run=print), weight, state, {}, 1) is None
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("missing", ["run", "empty_cuda"])
-def test_falls_back_where_internals_are_not_as_expected(nf4, monkeypatch, missing):
+@pytest.mark.parametrize("missing", ["run", "empty_cuda", "current_stream"])
+def test_falls_back_where_internals_are_not_as_expected(kept, device, monkeypatch, missing):
+    """It says so once, and tries nothing again that has failed for this state."""
+    monkeypatch.setattr(kept, "NOT_KEPT", [])
     if missing == "run":
-        keep = nf4.keep_launch
-        monkeypatch.setattr(nf4, "keep_launch", lambda compiled, *rest: keep(object(), *rest))
+        keep = kept.keep
+        monkeypatch.setattr(kept, "keep", lambda state, tensors, out, _, *rest: keep(state, tensors, out, 1, *rest))
     else:
-        monkeypatch.setattr(nf4, "empty_cuda", None)
-    weight, state = fresh(nf4, "cuda")
-    for _ in range(3):
-        assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), dequantize_4bit(weight.data, state)) == 0
-    assert state._nf4_launch is None
+        monkeypatch.setattr(kept, missing, None)
+    weight, state = fresh(kept, device)
+    with pytest.warns(UserWarning, match="launches are not kept here, so each call is slower: "):
+        out = kept.dequantize_nf4(weight, state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outs = [out, kept.dequantize_nf4(weight, state), kept.dequantize_nf4(weight, state)]
+    for out in outs:
+        assert kept.bits_differing(out, dequantize_4bit(weight.data, state)) == 0
+    assert getattr(state, "_nf4_launch", None) is None and kept.NOT_KEPT
 
 
 @pytest.mark.gpu
 def test_starts_through_run_where_the_c_function_is_another(nf4, monkeypatch):
     weight, state = fresh(nf4, "cuda", (96, 128))
-    compiled = nf4.launched(weight.data, state, nf4.Setting(), compiled=True)
+    compiled = nf4.launch(nf4.nf4_of(weight.data, state))[1]
     seen, run, call = [], compiled.run, type(compiled.run).__call__
 
     def counting(self, *arguments):
@@ -410,104 +506,121 @@ def test_starts_through_run_where_the_c_function_is_another(nf4, monkeypatch):
     monkeypatch.setattr(type(run), "__call__", counting)
     for _ in range(3):
         assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), dequantize_4bit(weight.data, state)) == 0
-    assert state._nf4_launch is not None and len(seen) == 3
+    assert state._nf4_launch is not None and len(seen) == 4  # the first launch, its trial, two calls
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_weight_on_a_gpu_that_is_not_the_current_one(nf4, tally):
+    """At most 0.6 of what Unsloth's call costs there, and the current GPU is the same afterwards."""
+    unsloth = pytest.importorskip("unsloth.kernels.utils")
+    from torch.utils.benchmark import Timer
+
+    weight, state = fresh(nf4, "cuda:1", (512, 512))
+    functions = {"ours": nf4.dequantize_nf4, "unsloth": unsloth.fast_dequantize}
+    for function in functions.values():
+        for _ in range(3):
+            assert nf4.bits_differing(function(weight, state), dequantize_4bit(weight.data, state)) == 0
+            assert torch.cuda.current_device() == 0
+    timers = {n: Timer("f(w, s)", globals={"f": f, "w": weight, "s": state}) for n, f in functions.items()}
+    us = {
+        n: min(timer.blocked_autorange(min_run_time=0.2).median for _ in range(3)) * 1e6 for n, timer in timers.items()
+    }
+    tally.update({f"second_gpu_{name}_us": round(value, 2) for name, value in us.items()})
+    assert us["ours"] <= 0.6 * us["unsloth"], us
 
 
 REMOVED = {  # a line of the check -> (its replacement, the test that must then fail)
-    "state2_ref() is state2 is not None": ("state2 is not None", "another state2 object"),
-    "state2_ref() is state2 is not None\n": ("state2_ref() is state2\n", "state2 = None"),
-    "or same_bytes(weight)": ("or True", "another weight object"),
-    "weight_ref() is weight ": ("weight ", "another weight object"),
-    "is_plain(other)": ("True", "subclass"),
-    "(other.dtype, other.layout) == packed": ("other.layout == torch.strided", "another weight object"),
-    "other.dtype, other.layout": ("other.dtype, torch.strided", "weight sparse"),
-    "isinstance(other, torch.Tensor)": ("True", "weight as a list"),
-    "weight.numel() == n_packed": ("True", "weight.data = its first half"),
-    "and weight.is_contiguous()": ("and True", "strided"),
-    "out if weight.size(0) != 1 else out.t()": ("out", "transposed"),
-    "torch.Size(quant_state.shape)  # a list": ("quant_state.shape  # a list", "shape in place"),
-    "state2.dtype is torch.float32": ("True", "state2.dtype = float16"),
-    "absmax_ref() is (absmax := quant_state.absmax)": ("(absmax := quant_state.absmax)", "another absmax object"),
-    "code_ref() is (code := quant_state.code)": ("(code := quant_state.code)", "another code object"),
-    "offset_ref() is (offset := quant_state.offset)": ("(offset := quant_state.offset)", "another offset object"),
-    "absmax2_ref() is (absmax2 := state2.absmax)": ("(absmax2 := state2.absmax)", "another state2.absmax object"),
-    "code2_ref() is (code2 := state2.code)": ("(code2 := state2.code)", "another state2.code object"),
-    "weight.data_ptr() == weight_at": ("True", "weight.data = ..."),
-    " absmax.data_ptr() == absmax_at": (" True", "absmax.data = ..."),
-    " code.data_ptr() == code_at": (" True", "code.data = ..."),
-    "offset.data_ptr() == offset_at": ("True", "offset.data = ..."),
-    "absmax2.data_ptr() == absmax2_at": ("True", "state2.absmax.data = ..."),
-    "code2.data_ptr() == code2_at": ("True", "state2.code.data = ..."),
-    "quant_state.dtype is dtype": ("True", "dtype = bfloat16"),
-    "quant_state.shape == shape": ("True", "shape = 128 x 64"),
-    'quant_state.quant_type == "nf4"': ("True", "quant_type = fp4"),
-    "quant_state.blocksize == blocksize": ("True", "blocksize = 128"),
-    "state2.blocksize == blocksize2": ("True", "state2.blocksize = 32"),
-    "is weight is not None": ("is weight", "weight = None"),
-    ":= quant_state.absmax) is not None": (":= quant_state.absmax)", "absmax = None"),
-    ":= quant_state.code) is not None": (":= quant_state.code)", "code = None"),
-    ":= quant_state.offset) is not None": (":= quant_state.offset)", "offset = None"),
-    ":= state2.absmax) is not None": (":= state2.absmax)", "state2.absmax = None"),
-    ":= state2.code) is not None": (":= state2.code)", "state2.code = None"),
-    "and nested_fits(quant_state)": ("and True", "state2 = None"),
-    "lambda quant_state: quant_state.state2 is None": ("lambda quant_state: True", "state2 appears"),
-    "current_device() == index": ("True", "device"),
-    "not modes()": ("True", "modes"),
-    "not hooks.launch_enter_hook.calls": ("True", "enter hook"),
-    "not hooks.launch_exit_hook.calls": ("True", "exit hook"),
-    "current_stream(index)": ("0", "stream"),
+    "(isinstance(weight, torch.Tensor) and is_plain(weight))": ("is_plain(weight)", "weight as a list"),
+    " and is_plain(weight))\n": (")\n", "subclass"),
+    "(weight.dtype, weight.layout, weight.device": ("(kind[0], weight.layout, weight.device", "another weight object"),
+    "weight.dtype, weight.layout, weight.device": ("weight.dtype, kind[1], weight.device", "weight sparse"),
+    "weight.layout, weight.device, weight.numel()) ==": (
+        "weight.layout, kind[2], weight.numel()) ==",
+        "weight on another device",
+    ),
+    "weight.device, weight.numel()) == kind": ("weight.device, kind[3]) == kind", "weight.data = its first half"),
+    " and not weight.is_neg())": (")", "weight negated"),
+    "(weight.dim() > 0 and (not is_turned(weight) or len(shape) <= 2))": (
+        "(weight.dim() == 0 or not is_turned(weight) or len(shape) <= 2)",
+        "weight 0-d",
+    ),
+    "and (not is_turned(weight) or len(shape) <= 2))": (")", "turned, three axes"),
+    "weight.untyped_storage().nbytes() >= bytes_used(weight) and not": ("not", "weight shortened"),
+    "and weight.data_ptr() % 16 == weight_at % 16": ("", "weight at an odd address"),
+    "if current_device() != index:": ("if False:", "device"),
     "with no_torch_function():": ("with contextlib.nullcontext():", "torch function"),
+    "same = weight_ref() is weight is not None and": ("same = weight is not None and", "another weight object"),
+    "weight_ref() is weight is not None": ("weight_ref() is weight", "weight = None"),
+    "weight is not None and weight.data_ptr() == weight_at": ("weight is not None", "weight.data = ..."),
+    " and weight.shape == packed": ("", "turned in place"),
+    "(same or takes(weight))": ("True", "weight as a list"),
+    "absmax_ref() is (absmax := quant_state.absmax) is not None": (
+        "(absmax := quant_state.absmax) is not None",
+        "another absmax object",
+    ),
+    "(absmax := quant_state.absmax) is not None": ("(absmax := quant_state.absmax)", "absmax = None"),
+    " and absmax.data_ptr() == absmax_at": ("", "absmax.data = ..."),
+    "code.data_ptr() == code_at and": ("", "code.data = ..."),
+    " and offset.data_ptr() == offset_at": ("", "offset.data = ..."),
+    "absmax2.data_ptr() == absmax2_at and": ("", "state2.absmax.data = ..."),
+    " and code2.data_ptr() == code2_at": ("", "state2.code.data = ..."),
+    "HOOKS.launch_enter_hook is enter and": ("", "another enter hook"),
+    " and not enter_calls": ("", "enter hook"),
+    "HOOKS.launch_exit_hook is leave and": ("", "another exit hook"),
+    " and not leave_calls": ("", "exit hook"),
+    "_dequantize_nf4_kernel is kernel and": ("", "kernel redefined"),
+    " and not modes()": ("", "modes"),
+    "start(weight_at if same else weight.data_ptr())": ("start(weight_at)", "another weight"),
+    "quant_state.code is code and": ("", "another code object"),
+    " and quant_state.state2 is state2": ("", "another state2 object"),
+    "quant_state.code is code and quant_state.state2 is state2": ("quant_state.code is code", "state2 = None"),
+    "(quant_state.code is code and quant_state.state2 is state2)": ("quant_state.code is code", "state2 appears"),
+    "state2.absmax is absmax2 and": ("", "another state2.absmax object"),
+    " and state2.code is code2": ("", "another state2.code object"),
+    "state2.blocksize == blocksize2 and": ("", "state2.blocksize = 32"),
+    " and state2.dtype is torch.float32": ("", "state2.dtype = float16"),
+    "quant_state.offset is offset and": ("", "another offset object"),
+    " and not offset.requires_grad": ("", "offset requires grad"),
+    "and not absmax.requires_grad": ("", "absmax requires grad"),
+    "quant_state.dtype is dtype and": ("", "dtype = bfloat16"),
+    " and quant_state.shape == shape": ("", "shape = 128 x 64"),
+    "shape, dtype = nf4.code, quant_state.state2, quant_state.shape[:], nf4.dtype": (
+        "shape, dtype = nf4.code, quant_state.state2, quant_state.shape, nf4.dtype",
+        "shape in place",
+    ),
+    "quant_state.blocksize == blocksize and": ("", "blocksize = 128"),
+    ' and quant_state.quant_type == "nf4"': ("", "quant_type = fp4"),
+    "and weight.is_contiguous()\n": ("\n", "strided"),
+    "and weight.is_contiguous()": ("", "another, strided"),
+    "out.t() if (turned if same else is_turned(weight)) else out": ("out", "transposed"),
+    "current_stream(index)": ("0", "stream"),
 }
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("line", REMOVED)
-def test_each_check_is_needed(line, monkeypatch):
+def test_each_check_is_needed(line, monkeypatch, device):
     replacement, name = REMOVED[line]
-    weakened = notebook.load("nf4_weakened", edit=(line, replacement))
-    with pytest.raises((AssertionError, AttributeError, RuntimeError, pytest.fail.Exception)):
+    if GPU and name == "weight at an odd address":
+        pytest.skip("a misaligned address would end the process; the stand-in on a CPU asserts")
+    weakened = keeping(helpers.load("nf4_weakened", (line, replacement)), monkeypatch)
+    with pytest.raises((AssertionError, AttributeError, IndexError, RuntimeError, pytest.fail.Exception)):
         if name in NOTICED:
-            check_noticed(weakened, "cuda", name)
-        elif name in REFUSED:
-            check_refused(weakened, "cuda", name)
+            check_noticed(weakened, device, name)
+        elif name in REFUSED or name in FEW:
+            check_refused(weakened, device, name)
         else:
-            WATCHED[name](weakened, monkeypatch)
+            WATCHED[name](weakened, monkeypatch, device)
 
 
 def test_the_removals_cover_the_whole_check():
-    """A line added to the checks must come with a removal above."""
-    checks = []
-    for name, start, end in (
-        ("keep_launch", "            if (\n", "            ):\n"),
-        ("fits", "return (\n", "        )\n"),
-    ):
-        source = next(source for _, source in notebook.exports() if f"def {name}(" in source)
-        checks += source.split(f"def {name}(")[1].split(start)[1].split(end)[0].splitlines()
-    assert len(checks) > 25
-    for line in checks:
-        assert any(removed.strip() in line for removed in REMOVED), line
-
-
-@pytest.mark.gpu
-def test_a_failing_candidate_is_skipped_and_reported(nf4, monkeypatch):
-    broken, launched = nf4.Setting(8, 2), nf4.launched
-
-    def sometimes(weight, state, setting, compiled=False):
-        if setting == broken:
-            raise RuntimeError("out of resources")
-        out = launched(weight, state, setting, compiled)
-        return out * 2 if setting == nf4.Setting(1, 1) else out
-
-    monkeypatch.setattr(nf4, "launched", sometimes)
-    monkeypatch.setattr(nf4, "SETTINGS", {})
-    candidates = (broken, nf4.Setting(), nf4.Setting(1, 1))
-    rows = nf4.tune((torch.float16,), candidates, {"small": (1024, 1024)})
-    (_, _, results, chosen), *rest = rows
-    assert not rest and chosen == nf4.Setting() and nf4.SETTINGS == {(0, torch.float16, "small"): chosen}
-    assert "out of resources" in results[broken] and "weights differ" in results[nf4.Setting(1, 1)]
-    assert isinstance(results[nf4.Setting()], float)
-
-
-def test_size_classes_follow_the_harness(nf4):
-    sizes = sorted(option.hd * option.m for option in nf4.OPTIONS)
-    assert [nf4.size_class(n) for n in sizes] == list(nf4.SIZE_CLASSES)
+    """A line added to the checks must come with a removal above, and every case above stands for some line."""
+    (source,) = (source for _, source in helpers.exports() if "def caller(" in source)
+    takes, call = source.split("def takes(")[1].split("def call(")
+    lines = takes.split("return (\n")[1].split("\n        )\n")[0].splitlines()
+    for part in call.split("if (  # ")[1:]:
+        lines += part.split("\n", 1)[1].split("):\n")[0].splitlines()
+    lines = [line for line in lines if line.strip()]
+    assert len(lines) >= 20
+    for line in lines:
+        assert any(removed.strip() in line or line.strip() in removed for removed in REMOVED), line

@@ -1,6 +1,6 @@
 """A small Llama with NF4 weights and LoRA adapters, trained through a given dequantize function.
 
-    python tests/training.py    through Unsloth's fused MLP, its dequantization and ours: prints {dtype: facts}
+    python tools/training.py    through Unsloth's fused MLP, its dequantization and ours: prints {dtype: facts}
 
 Unsloth patches transformers and PEFT when it is imported, so it has a process of its own.
 """
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import types
+from pathlib import Path
 
 if __name__ == "__main__":  # before transformers
     os.environ |= {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_COMPILE_LOCATION": tempfile.mkdtemp()}
@@ -188,8 +189,9 @@ def through_unsloth(nf4, device, dtype):
 
 
 if __name__ == "__main__":
-    import notebook
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    import helpers
 
-    nf4, device = notebook.load(), "cuda" if torch.cuda.is_available() else "cpu"
+    nf4, device = helpers.load(), "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = (torch.bfloat16, torch.float16)
     print(json.dumps({str(dtype).removeprefix("torch."): through_unsloth(nf4, device, dtype) for dtype in dtypes}))

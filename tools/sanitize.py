@@ -1,8 +1,8 @@
 """The kernel over aligned, ragged and unaligned weights, for compute-sanitizer to watch.
 
-    python tests/sanitize.py            runs the cases and compares raw bits (on a CPU through the interpreter)
-    python tests/sanitize.py --broken   reads what was never written, then beyond a weight's end
-    python tests/sanitize.py --all      each tool over the cases, and over --broken; prints {tool: errors}
+    python tools/sanitize.py            runs the cases and compares raw bits (on a CPU through the interpreter)
+    python tools/sanitize.py --broken   reads what was never written, then beyond a weight's end
+    python tools/sanitize.py --all      each tool over the cases, and over --broken; prints {tool: errors}
 
 Nothing but our kernel is watched, and what it reads comes from the CPU: what other kernels write, initcheck does not
 see. Each tensor is an allocation of its own, so that no access beyond its end meets a neighbour.
@@ -19,8 +19,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
 
-import notebook  # noqa: E402
+import helpers  # noqa: E402
 
 SHAPES = [(64, 64), (8, 1024), (16, 68), (33, 65), (1, 1), (3, 5), (1, 4097), (8, 1000)]
 OFFSETS = [0, 1, 4]  # of the packed weight, in bytes; the buffer ends where the weight does
@@ -34,13 +35,13 @@ OPTIONS = [
 ]
 
 
-def cases(nf4, device):
+def cases(nf4, device, shapes):
     """(weight, state, expected) on the device; made, and dequantized by the PyTorch reference, on the CPU."""
-    for shape in SHAPES:
+    for shape in shapes:
         for dtype in nf4.DTYPES:
             for nested in (True, False):
                 weight, state = nf4.quantized(shape, dtype, "cpu", nested=nested)
-                expected = nf4.dequantize_reference(weight, state)
+                expected = helpers.reference(weight, state)
                 state.to(device)
                 for offset in OFFSETS:
                     buffer = torch.zeros(offset + weight.numel(), dtype=torch.uint8)
@@ -48,27 +49,32 @@ def cases(nf4, device):
                     yield buffer.to(device)[offset:].view(-1, 1), state, expected.reshape(shape)
 
 
-def run(nf4, device):
-    """Launches by both decodes, kept launches, and one after the state's absmax was replaced: {checked, differing}."""
+def run(nf4, device, shapes=SHAPES):
+    """Launches by both look-ups, kept launches, and one after the state's absmax was replaced: {checked, differing}."""
     counts = {"checked": 0, "differing": 0}
-    for weight, state, expected in cases(nf4, device):
+    for weight, state, expected in cases(nf4, device, shapes):
         if weight.shape[0] == 1:
             expected = expected.t()
         outs = [nf4.dequantize_nf4(weight, state), nf4.dequantize_nf4(weight, state)]
         state.absmax = state.absmax.to("cpu", copy=True).to(device)
         outs.append(nf4.dequantize_nf4(weight, state))
-        outs.append(nf4.launched(weight, state, nf4.Setting(shuffle=False)).view(state.shape).view(expected.shape))
+        outs.append(by_loads(nf4, weight, state).view(state.shape).view(expected.shape))
         for out in outs:
             counts["checked"] += out.numel()
             counts["differing"] += nf4.bits_differing(out.cpu(), expected)
     return counts
 
 
+def by_loads(nf4, weight, state):
+    return nf4.launch(nf4.nf4_of(weight, state), nf4.Setting(assembly=False))[0]
+
+
 def run_broken(nf4, device):
     weight, state = nf4.quantized((64, 128), torch.float16, "cpu")
     state.to(device)
-    nf4.launched(torch.empty_like(weight, device=device), state, nf4.Setting(shuffle=False)).cpu()
-    nf4.launched(weight[: weight.numel() // 2].to(device), state, nf4.Setting(shuffle=False)).cpu()
+    by_loads(nf4, torch.empty_like(weight, device=device), state).cpu()
+    nf4.check = lambda *_, **__: None  # which would refuse a weight that is too short
+    by_loads(nf4, weight[: weight.numel() // 2].to(device), state).cpu()
 
 
 def find_sanitizer():
@@ -99,7 +105,7 @@ def main():
         report |= {f"{tool}, broken": watch(tool, "--broken")[0] for tool in BREAKABLE}
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        report = (run_broken if "--broken" in sys.argv else run)(notebook.load(), device)
+        report = (run_broken if "--broken" in sys.argv else run)(helpers.load(), device)
     print(json.dumps(report))
 
 

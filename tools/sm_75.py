@@ -1,12 +1,13 @@
 """Compiles the notebook's kernel for sm_75 (a T4) and newer GPUs, without a GPU, and reads the machine code.
 
-    python tests/sm_75.py            the Triton at hand: prints one JSON object {dtype: facts}
-    python tests/sm_75.py 3.6.0      the same with that Triton, which pip installs into ~/.cache/nf4-triton
-    python tests/sm_75.py --matrix   with every Triton of VERSIONS, one process each; writes results/sm_75.json
+    python tools/sm_75.py            the Triton at hand: prints one JSON object {dtype: facts}
+    python tools/sm_75.py 3.6.0      the same with that Triton, which pip installs into ~/.cache/nf4-triton
+    python tools/sm_75.py --matrix   with every Triton of VERSIONS, one process each; writes results/sm_75.json
 
-Beside the default decode (by shuffle, assembly) the object holds the `portable` one (by table) and, for the Tritons of
-WITH_ARCHITECTURES, the same for newer `architectures`. fp32 takes the path by bytes, so its two decodes are one. What
-does not compile is reported as {"compiled": false, "error": ...}; the exit status is then 1.
+Beside the look-up by assembly the object holds the one by `loads`, the kernel for `ragged` tensors (its last program is
+masked, an odd address is gathered from bytes: the instructions of all branches are counted), and for the Tritons of
+WITH_ARCHITECTURES the same for newer `architectures`. What does not compile is reported as {"compiled": false, "error":
+...}; the exit status is then 1.
 A process of its own: the interpreter, which the other tests run, and the compiler cannot live together.
 """
 
@@ -21,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import notebook  # noqa: E402
+import helpers  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -35,7 +36,7 @@ VERSIONS = ("3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
 WITH_ARCHITECTURES = ("3.6.0", "3.9.0")  # Colab's and the newest: older ones do not know sm_100 and sm_120
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 CACHE = Path.home() / ".cache" / "nf4-triton"
-RECORD = notebook.ROOT / "results" / "sm_75.json"
+RECORD = helpers.ROOT / "results" / "sm_75.json"
 
 
 def compile_kernel(kernel, types, constants, num_warps, unaligned=(), capability=75):
@@ -50,7 +51,10 @@ def compile_kernel(kernel, types, constants, num_warps, unaligned=(), capability
 
 def compile_for(nf4, dtype, setting, n_weights=4096 * 4096, capability=75):
     """The notebook's kernel compiled for n_weights weights in 16-byte aligned tensors, and its number of programs."""
-    constants, programs = nf4.launch_plan(n_weights, dtype, 64, 256, True, True, setting)
+    meta = torch.empty(0, device="meta")
+    nf4.ASSEMBLY[meta.device] = ""  # nothing can be tried on a device without memory
+    described = nf4.NF4(*[meta] * 6, (n_weights,), dtype, 64, 256)
+    programs, constants = nf4.plan(described, setting, aligned=True)
     types = {"out_ptr": f"*{TYPES[dtype]}", "weight_ptr": "*u8", "absmax_ptr": "*u8", "n_weights": "i32"}
     unaligned = {"n_weights"} if n_weights % 16 else ()
     kernel = nf4._dequantize_nf4_kernel
@@ -95,12 +99,13 @@ def facts(compiled, setting):
     }
 
 
-def facts_of(nf4, setting, capability):
+def facts_of(nf4, capability, assembly=True, n_weights=4096 * 4096):
     """{dtype: facts} for one architecture, and the reason where it does not compile."""
     found = {}
     for dtype in TYPES:
+        setting = replace(nf4.DEFAULTS[dtype.itemsize], assembly=assembly)
         try:
-            entry = facts(compile_for(nf4, dtype, setting, capability=capability)[0], setting)
+            entry = facts(compile_for(nf4, dtype, setting, n_weights, capability)[0], setting)
         except Exception as failure:
             entry = failed(f"{type(failure).__name__}: {failure}")
         found[str(dtype).removeprefix("torch.")] = entry
@@ -113,15 +118,16 @@ def failed(reason):
 
 def all_facts(nf4):
     """What this process's Triton makes of the kernel."""
-    setting = nf4.Setting()
 
-    def both(capability):
-        portable = facts_of(nf4, replace(setting, shuffle=False), capability)
-        return {**facts_of(nf4, setting, capability), "portable": portable}
+    def every(capability):
+        loads, ragged = facts_of(nf4, capability, assembly=False), facts_of(nf4, capability, n_weights=4097 * 4095)
+        return {**facts_of(nf4, capability), "loads": loads, "ragged": ragged}
 
-    report = {"triton": triton.__version__, "setting": [setting.num_warps, setting.steps], **both(75)}
+    settings = {str(dtype).removeprefix("torch."): nf4.DEFAULTS[dtype.itemsize] for dtype in TYPES}
+    report = {"triton": triton.__version__, "settings": {d: [s.num_warps, s.steps] for d, s in settings.items()}}
+    report |= every(75)
     if triton.__version__ in WITH_ARCHITECTURES:
-        report["architectures"] = {str(capability): both(capability) for capability in ARCHITECTURES}
+        report["architectures"] = {str(capability): every(capability) for capability in ARCHITECTURES}
     return report
 
 
@@ -148,7 +154,7 @@ def report_with(version):
         return json.loads(last[0])
     entry = failed(f"exit status {done.returncode}: {done.stderr[-300:]}")
     found = {str(dtype).removeprefix("torch."): entry for dtype in TYPES}
-    return {"triton": version, **found, "portable": found}
+    return {"triton": version, **found, "loads": found, "ragged": found}
 
 
 def failures(report, path=()):
@@ -170,7 +176,7 @@ def as_json(report, indent=""):
 
 def main(arguments):
     if not arguments:
-        report = all_facts(notebook.load())
+        report = all_facts(helpers.load())
         print(json.dumps(report))
     elif arguments == ["--matrix"]:
         versions = tqdm(VERSIONS, desc="Triton", file=sys.stderr, mininterval=1)

@@ -1,0 +1,105 @@
+"""Draw how a warp is the look-up table: into FILE.png, or else as the attachment warp.png of the notebook.
+
+python tools/draw_warp.py [FILE.png]
+"""
+
+import base64
+import io
+import sys
+from pathlib import Path
+
+import nbformat
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from PIL import Image
+
+NOTEBOOK = Path(__file__).resolve().parents[1] / "nf4_triton.ipynb"
+CODE = "–1.0 –0.6962 –0.5251 –0.3949 –0.2844 –0.1848 –0.0911 0.0 0.0796 0.1609 0.2461 0.3379 0.4407 0.5626 0.7230 1.0"
+CODE = CODE.split()  # with en dashes: a minus sign is wider than a lane's cell allows
+BYTES = bytes([0xA7, 0x3C, 0x5F, 0x08])  # as they lie in memory
+BLUE, ORANGE, GREY, INK = "#0072B2", "#D55E00", "#666666", "#222222"  # lane 5; the way of weight 0; labels; the rest
+PALE = {BLUE: "#E3EFF7", ORANGE: "#FBE3D2", GREY: "#F4F4F4"}
+
+
+def draw():
+    """The picture, as PNG; lengths are inches."""
+    figure = Figure(figsize=(8.6, 4.6), dpi=110)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 8.6), ylim=(0, 4.6))
+    axes.axis("off")
+
+    def text(x, y, string, size=9.5, color=INK, ha="left", mono=False, **more):
+        family = "DejaVu Sans Mono" if mono else "DejaVu Sans"
+        artist = axes.text(x, y, string, size=size, color=color, ha=ha, family=family, zorder=4, **more)
+        return artist.get_window_extent().x1 / figure.dpi  # where it ends
+
+    def box(x, y, width, height, color, fill=None):
+        edge, z = {GREY: ("#BBBBBB", 1), BLUE: (BLUE, 2), ORANGE: (ORANGE, 3)}[color]
+        axes.add_patch(Rectangle((x, y), width, height, ec=edge, fc=fill or PALE[color], lw=0.9, zorder=z))
+
+    def arrow(*points, color=ORANGE, width=1.6):
+        axes.plot(*zip(*points[:-1]), color=color, lw=width, solid_joinstyle="miter", zorder=4)
+        style = {"arrowstyle": "-|>,head_width=0.2,head_length=0.42", "color": color, "lw": width}
+        axes.annotate("", points[-1], points[-2], arrowprops=style | {"shrinkA": 0, "shrinkB": 0}, zorder=4)
+
+    left, right, column = 0.1, 8.5, 1.05  # a column for each of the eight weights, two lanes wide
+    nibbles = [nibble for byte in BYTES for nibble in (byte >> 4, byte & 0xF)]
+    word, chosen = int.from_bytes(BYTES, "little"), nibbles[0]
+    first, lane = left + column / 2, left + (chosen + 0.5) * column / 2  # where weight 0 and its lane stand
+
+    end = text(left, 4.39, "Lane 5's word:", color=BLUE, weight="bold")
+    text(end + 0.07, 4.39, "four bytes in memory order, the first weight of each in its high nibble")
+    text(right, 4.39, f"word = 0x{word:08X}", ha="right", mono=True)
+    for i, byte in enumerate(BYTES):
+        text(left + (2 * i + 1) * column, 4.13, f"byte {i} = 0x{byte:02X}", 9, GREY, "center", mono=True)
+    axes.vlines([left + 2 * i * column for i in range(5)], 3.62, 4.05, color=BLUE, lw=2.2, zorder=5)
+
+    arrow((first, 3.62), (first, 3.4))
+    start = text(left, 3.2, f"nibble = word >> 4 = 0x{word >> 8:07X}", 10.5, mono=True) + 0.05
+    end = text(start, 3.2, f"{chosen:X}", 10.5, mono=True, weight="bold")
+    box(start - 0.025, 3.145, end - start + 0.05, 0.21, ORANGE)
+    end = text(end + 0.12, 3.2, f"its low 4 bits: 0x{chosen:X} = {chosen}")
+    arrow((end + 0.08, 3.25), (lane, 3.25), (lane, 2.7))
+
+    end = text(left, 2.81, "The warp is the table:", weight="bold")
+    text(end + 0.07, 2.81, "lane i holds code[i], and lanes 16 to 31 hold it again")
+    for i, code in enumerate(CODE):
+        x, color = left + i * column / 2, {chosen: ORANGE, 5: BLUE}.get(i, GREY)
+        box(x, 2.2, column / 2, 0.5, color)
+        text(x + column / 4, 2.52, f"lane {i}", 8, color, "center")
+        text(x + column / 4, 2.3, code, 8.5, ha="center")
+
+    arrow((lane, 2.2), (lane, 1.85), (first, 1.85), (first, 1.55))
+    text(first + 0.1, 1.95, "shfl.sync.idx.b32 w0, code, nibble, 0x101f, -1", mono=True)
+    text(first + 0.1, 1.65, "hands the entry of lane 10 to lane 5; 0x101f: segments of 16 lanes")
+    text(lane + 0.12, 1.95, "All 32 threads ask at once,")
+    text(lane + 0.12, 1.75, "each for its own nibble.")
+
+    for i, nibble in enumerate(nibbles):
+        x, middle, color = left + i * column, first + i * column, BLUE if i else ORANGE
+        box(x, 3.62, column, 0.43, color)
+        text(x + 0.12, 3.79, f"weight {i}", 9, GREY)
+        text(x + 0.87, 3.77, f"{nibble:X}", 13, ha="center", mono=True, weight="bold")
+        box(x, 1.2, column, 0.35, color)
+        text(middle, 1.325, CODE[nibble], 10.5, ha="center")
+        arrow((middle, 1.2), (middle, 0.77), color=color, width=1.2 if i else 1.6)
+        text(middle + 0.05, 0.96, "× scale", 8.5, GREY)
+        box(x, 0.4, column, 0.37, BLUE, "white")
+        text(middle, 0.54, f"weight {i}", ha="center")
+    end = text(left, 0.14, "One store of 16 bytes:", color=BLUE, weight="bold")
+    text(end + 0.07, 0.14, "each product, in fp32, is rounded once to 16 bits")
+
+    drawn, png = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, facecolor="white")
+    Image.open(drawn).convert("RGB").quantize(64).save(png, "png", optimize=True)  # a third of the bytes
+    return png.getvalue()
+
+
+def attach(png, notebook=NOTEBOOK):
+    content = nbformat.read(notebook, as_version=nbformat.NO_CONVERT)
+    (cell,) = (c for c in content.cells if c.cell_type == "markdown" and "attachment:warp.png" in c.source)
+    cell.attachments = {"warp.png": {"image/png": base64.b64encode(png).decode()}}
+    nbformat.write(content, notebook)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_bytes(draw()) if sys.argv[1:] else attach(draw())
