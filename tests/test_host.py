@@ -362,7 +362,7 @@ def refusing(nf4, monkeypatch):
 
 def test_loads_look_the_code_up_where_the_assembly_is_refused(nf4, pair, monkeypatch, refusing):
     weight, state = pair
-    described = nf4.NF4(*nf4.quantized.__globals__["nf4_of"](*pair)) if GPU else tuple_of(nf4, weight, state)
+    described = nf4.nf4_of(*pair) if GPU else tuple_of(nf4, *pair)
     with pytest.warns(UserWarning, match="loads look the code up: .*no shfl today"):
         out = nf4.launch(described)[0]
     with warnings.catch_warnings():

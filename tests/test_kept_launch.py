@@ -286,26 +286,28 @@ def test_no_hook_and_a_plain_function_as_a_hook(kept, device, monkeypatch, which
 
 
 def check_device(nf4, monkeypatch, device):
-    """Another GPU is current: the launch is kept, goes to the weight's GPU, and the current one is the same after."""
-    weight, state = called(nf4, device)
-    want, count = dequantize_4bit(weight.data, state), plain_launches(nf4, monkeypatch)
+    """Another GPU is current, at the first call, too: the launch is kept, and afterwards that GPU is current again."""
     if not GPU:
         nf4.world.device = 1
-        out, after = nf4.dequantize_nf4(weight, state), nf4.world.device
+        weight, state = called(nf4, device)
+        want, count = dequantize_4bit(weight.data, state), plain_launches(nf4, monkeypatch)
+        out = nf4.dequantize_nf4(weight, state)
+        assert nf4.world.device == 1
     else:
-        guarded, real = [], torch.cuda.device
+        guarded, elsewhere, real = [], [], torch.cuda.device
 
         def guard(index):
             guarded.append(index)
             return real(index)
 
-        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1 - len(guarded))
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: len(elsewhere) - len(guarded))
         weight, state = called(nf4, device)
-        guarded.clear(), count.clear(), count.append(0)
+        want, count = dequantize_4bit(weight.data, state), plain_launches(nf4, monkeypatch)
+        elsewhere.append(1)
         monkeypatch.setattr(torch.cuda, "device", guard)
-        out, after = nf4.dequantize_nf4(weight, state), 1
+        out = nf4.dequantize_nf4(weight, state)
         assert guarded == [0]
-    assert count == [0] and after == 1 and nf4.bits_differing(out, want) == 0
+    assert count == [0] and nf4.bits_differing(out, want) == 0
 
 
 def check_modes(nf4, monkeypatch, device):

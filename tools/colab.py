@@ -1,13 +1,14 @@
 """Asks pip what the notebook's install cell does to Colab: what is new, what changes, and that CUDA and torch do not.
 
-    python3.13 tests/colab.py LIST            LIST is Colab's `pip freeze`
-    python3.13 tests/colab.py LIST --record   also writes results/colab.json
+    python3.13 tools/colab.py LIST            LIST is Colab's `pip freeze`
+    python3.13 tools/colab.py LIST --record   also writes results/colab.json
 
 Google publishes the list on GitHub, in googlecolab/backend-info, as pip-freeze.gpu.txt. A fresh environment is made to
 look like Colab to pip: every package of the list is there by its name, version and requirements, without its files, and
 pip has Colab's version. Then `pip install --dry-run` resolves those of requirements.txt that the list lacks. It takes
 Colab's Python on Linux x86-64, because pip picks wheels and evaluates markers for the Python that it runs on. The exit
-status is 1 if torch, Triton, numpy or anything of CUDA would change or come in a second time.
+status is 1 if torch, Triton, numpy or anything of CUDA would change or come in a second time, or if a package of the
+list is older than requirements.txt allows: the install cell then refuses it.
 
 Not known are torch's own CUDA requirements: its +cu128 build is not on PyPI. They are taken to be the list's *-cu12
 packages in the list's versions.
@@ -46,6 +47,26 @@ def read_list(path):
     if not {"torch", "triton", "numpy", "pip"} <= packages.keys():
         raise SystemExit(f"{path} is no list of Colab's packages: torch, triton, numpy and pip must be in it")
     return packages
+
+
+def read_numbers(version):
+    return [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", version)[0])]
+
+
+def missing(requirements, packages):
+    """What the install cell asks pip for: the lines, `name` or `name>=version`, whose name the list lacks."""
+    lacking = []
+    for line in filter(None, map(str.strip, requirements.splitlines())):
+        requirement = re.fullmatch(r"([\w.-]+)(?:>=([\d.]+))?", line)
+        if requirement is None:
+            raise SystemExit(f"expected `name` or `name>=version` in requirements.txt, got {line!r}")
+        name, lowest = requirement.groups()
+        version = packages.get(canonical(name))
+        if version is None:
+            lacking.append(line)
+        elif lowest and read_numbers(version) < read_numbers(lowest):
+            raise SystemExit(f"the list has {name} {version}, which is older than {line}")
+    return lacking
 
 
 def protected(name):
@@ -113,7 +134,7 @@ def main(path, record):
     if sys.version_info[:2] != (3, 13) or (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise SystemExit(f"takes Python {PYTHON} on Linux x86-64, as Colab's; this is {platform.platform()}")
     packages = read_list(path)
-    wanted = [name for name in (ROOT / "requirements.txt").read_text().split() if canonical(name) not in packages]
+    wanted = missing((ROOT / "requirements.txt").read_text(), packages)
     with tempfile.TemporaryDirectory() as folder:
         install = resolve(packages, wanted, Path(folder))
     new = {name: version for name, version in install if name not in packages}
