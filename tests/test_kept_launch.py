@@ -263,6 +263,7 @@ def check_hook(which, add):
         finally:
             hook.remove(note) if add else None
         assert count == [1] and len(seen) == (1 if GPU else 0)  # the interpreter calls no hooks
+        assert add or state._nf4_launch is None, "each call would start it, and then launch anew"
 
     return check
 
@@ -543,11 +544,8 @@ REMOVED = {  # a line of the check -> (its replacement, the test that must then 
     ),
     "weight.device, weight.numel()) == kind": ("weight.device, kind[3]) == kind", "weight.data = its first half"),
     " and not weight.is_neg())": (")", "weight negated"),
-    "(weight.dim() > 0 and (not is_turned(weight) or len(shape) <= 2))": (
-        "(weight.dim() == 0 or not is_turned(weight) or len(shape) <= 2)",
-        "weight 0-d",
-    ),
-    "and (not is_turned(weight) or len(shape) <= 2))": (")", "turned, three axes"),
+    "(weight.dim() > 0 and (not": ("(weight.dim() == 0 or (not", "weight 0-d"),
+    "(weight.dim() > 0 and (not is_turned(weight) or len(shape) <= 2))": ("weight.dim() > 0", "turned, three axes"),
     "weight.untyped_storage().nbytes() >= bytes_used(weight) and not": ("not", "weight shortened"),
     "and weight.data_ptr() % 16 == weight_at % 16": ("", "weight at an odd address"),
     "if current_device() != index:": ("if False:", "device"),
@@ -555,7 +553,7 @@ REMOVED = {  # a line of the check -> (its replacement, the test that must then 
     "same = weight_ref() is weight is not None and": ("same = weight is not None and", "another weight object"),
     "weight_ref() is weight is not None": ("weight_ref() is weight", "weight = None"),
     "weight is not None and weight.data_ptr() == weight_at": ("weight is not None", "weight.data = ..."),
-    " and weight.shape == packed": ("", "turned in place"),
+    " and weight.numel() == numel": ("", "weight.data = its first half"),
     "(same or takes(weight))": ("True", "weight as a list"),
     "absmax_ref() is (absmax := quant_state.absmax) is not None": (
         "(absmax := quant_state.absmax) is not None",
@@ -568,11 +566,12 @@ REMOVED = {  # a line of the check -> (its replacement, the test that must then 
     "absmax2.data_ptr() == absmax2_at and": ("", "state2.absmax.data = ..."),
     " and code2.data_ptr() == code2_at": ("", "state2.code.data = ..."),
     "HOOKS.launch_enter_hook is enter and": ("", "another enter hook"),
-    " and not enter_calls": ("", "enter hook"),
-    "HOOKS.launch_exit_hook is leave and": ("", "another exit hook"),
-    " and not leave_calls": ("", "exit hook"),
-    "_dequantize_nf4_kernel is kernel and": ("", "kernel redefined"),
-    " and not modes()": ("", "modes"),
+    "enter_calls or leave_calls": ("leave_calls", "enter hook"),
+    " and HOOKS.launch_exit_hook is leave": ("", "another exit hook"),
+    "leave_calls or modes()": ("modes()", "exit hook"),
+    "and _dequantize_nf4_kernel is kernel": ("", "kernel redefined"),
+    " or modes())": (")", "modes"),
+    "                quant_state._nf4_launch = None\n": ("", "another enter hook"),
     "start(weight_at if same else weight.data_ptr())": ("start(weight_at)", "another weight"),
     "quant_state.code is code and": ("", "another code object"),
     " and quant_state.state2 is state2": ("", "another state2 object"),
@@ -595,7 +594,10 @@ REMOVED = {  # a line of the check -> (its replacement, the test that must then 
     ' and quant_state.quant_type == "nf4"': ("", "quant_type = fp4"),
     "and weight.is_contiguous()\n": ("\n", "strided"),
     "and weight.is_contiguous()": ("", "another, strided"),
-    "out.t() if (turned if same else is_turned(weight)) else out": ("out", "transposed"),
+    "return out.t() if is_turned(weight) else out\n                quant_state": (
+        "return out\n                quant_state",
+        "transposed",
+    ),
     "current_stream(index)": ("0", "stream"),
 }
 

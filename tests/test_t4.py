@@ -5,7 +5,6 @@ How bf16 crosses the border of a graph where Inductor refuses it is asked in tes
 
 import importlib.metadata
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -37,16 +36,14 @@ MOST_REGISTERS = 40  # with 64 a T4 is full
 SM_75 = json.loads((ROOT / "results" / "sm_75.json").read_text())
 
 
-def sm_75(*arguments):
-    """tools/sm_75.py, or other arguments for Python; a process of its own, as that file says."""
-    arguments = arguments if arguments[:1] == ("-c",) else (ROOT / "tools" / "sm_75.py", *arguments)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+def python(*arguments):
+    """A process of its own, as sm_75.py says, in the folder of that program."""
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT / "tools", capture_output=True, text=True)
 
 
-def printed(version):
-    """What it prints with this Triton."""
-    done = sm_75(*([] if version == AT_HAND else [version]))
+def compiled_by(version):
+    """What sm_75.py prints with this Triton."""
+    done = python("sm_75.py", *([] if version == AT_HAND else [version]))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -75,7 +72,7 @@ def check_t4(report):
 def test_the_record_is_what_is_compiled_now():
     """All at once, in one test: a process takes half a minute."""
     with ThreadPoolExecutor() as pool:
-        reports = dict(zip(COMPILED_NOW, pool.map(printed, COMPILED_NOW)))
+        reports = dict(zip(COMPILED_NOW, pool.map(compiled_by, COMPILED_NOW)))
     for version, report in reports.items():
         assert report["triton"] == version
         check_t4(report)
@@ -108,7 +105,7 @@ def test_recorded_machine_code_of_newer_cards(version, architecture):
 
 
 def test_an_unknown_version_is_refused():
-    done = sm_75("2.0.0")
+    done = python("sm_75.py", "2.0.0")
     assert done.returncode == 1 and "expected nothing, --matrix or one of 3.3.1" in done.stderr
 
 
@@ -122,7 +119,7 @@ load, sm_75.WITH_ARCHITECTURES = helpers.load, ()
 helpers.load = lambda: load("broken", ("shfl.sync.idx.b32 ${}", "shfl.sync.nonsense.b32 ${}"))
 raise SystemExit(sm_75.main([]))
 """
-    done = sm_75("-c", script)
+    done = python("-c", script)
     assert done.returncode == 1 and "does not compile: float16: " in done.stderr, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     for dtype in DTYPES:
@@ -156,7 +153,7 @@ def test_the_rehearsal(tmp_path):
 @pytest.mark.gpu
 def test_the_rehearsal_finds_what_fails_on_a_t4_alone(tmp_path):
     """A copy of the repository whose notebook has one cell that no other card refuses."""
-    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
     notebook = nbformat.read(helpers.NOTEBOOK, as_version=4)
     (cell,) = (cell for cell in notebook.cells if cell.id == "by-hand")
     broken = 'if torch.cuda.get_device_capability() == (7, 5):\n    raise RuntimeError("broken on a T4")\n'
@@ -164,8 +161,8 @@ def test_the_rehearsal_finds_what_fails_on_a_t4_alone(tmp_path):
     nbformat.write(notebook, tmp_path / helpers.NOTEBOOK.name)
     done = rehearse(tmp_path / "tools" / "rehearse_t4.py", tmp_path / "run")
     assert done.returncode == 1, done.stdout + done.stderr
-    where = f"failed: cell {notebook.cells.index(cell)} (by-hand): RuntimeError: broken on a T4\n"
-    assert done.stderr.startswith(where), done.stderr
+    where = f"cell {notebook.cells.index(cell)} (by-hand)"
+    assert f"failed: {where}: RuntimeError: broken on a T4\n" in done.stderr, done.stderr
     assert not (tmp_path / "run" / "t4_rehearsal.json").exists()
 
 
@@ -257,7 +254,7 @@ def test_a_small_notebook_is_rehearsed(small, tmp_path, capfd):
     "cells, reasons",
     [
         (["", "1 / 0"], ["cell 2 (code-1): ZeroDivisionError: division by zero", "1 of 2 code cells were run"]),
-        (["import os\nos._exit(1)"], ["cell 1 (code-0): DeadKernelError", "0 of 2 code cells were run"]),
+        (["import os\nos._exit(1)"], ["cell 1 (code-0): DeadKernelError"]),
         ([SM_75_KERNEL, SM_90_KERNEL], ["expected kernels that are PTX for sm_75; of 1 in Triton's cache 1 are not"]),
         ([], ["expected kernels that are PTX for sm_75; of 0 in Triton's cache 0 are not"]),
     ],
@@ -267,10 +264,8 @@ def test_what_ends_the_rehearsal(small, tmp_path, capfd, cells, reasons):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "t4_rehearsal.json").write_text("an earlier one's")
     assert small(*cells) == 1
-    sentences = capfd.readouterr().err.splitlines()
-    assert len(sentences) >= len(reasons)
-    for sentence, reason in zip([s for s in sentences if s.startswith("failed: ")], reasons):
-        assert sentence.startswith(f"failed: {reason}")
+    said = capfd.readouterr().err
+    assert all(f"failed: {reason}" in said for reason in reasons), said
     assert not (tmp_path / "run" / "t4_rehearsal.json").exists()
 
 
@@ -391,16 +386,17 @@ def test_another_file_is_refused(tmp_path, text, message):
 
 
 def test_what_the_list_lacks_is_asked_of_pip():
-    packages = {"torch": "2.11.0+cu128", "pydantic-core": "2.46.4", "peft": "0.9"}
-    requirements = "torch>=2.6\nunsloth\n\ntriton>=3.3\nPydantic_Core>=2.46\npeft>=0.9.0\n".replace("0.9.0", "0.9")
+    packages = {"torch": "2.11.0+cu128", "pydantic-core": "2.46.4", "peft": "0.9", "tqdm": "4.0"}
+    requirements = "torch>=2.6\nunsloth\n\ntriton>=3.3\nPydantic_Core>=2.46\npeft>=0.9.0\ntqdm\n"
     assert colab.missing(requirements, packages) == ["unsloth", "triton>=3.3"]
+    assert colab.missing("\n".join(packages), packages) == []
 
 
 @pytest.mark.parametrize(
     "line, message",
     [
         ("torch>=2.12", "the list has torch 2.11.0.cu128, which is older than torch>=2.12"),
-        ("torch>=2.11.1", "older than"),
+        ("torch>=2.11.0.1", "older than"),
         ("torch>=10", "older than"),
         ("torch<3", "expected `name` or `name>=version` in requirements.txt, got 'torch<3'"),
     ],
@@ -414,16 +410,12 @@ def test_what_the_install_cell_would_refuse_is_named(line, message):
 def test_a_change_of_torch_is_an_error(monkeypatch, tmp_path, installed, broken):
     (tmp_path / "list.txt").write_text(COLABS + "tqdm==4.0\nnvidia-nccl-cu12==2.27\n")
     (tmp_path / "requirements.txt").write_text("torch>=2.6\nunsloth\n")
-    asked = []
+    asked, installed = [], [*installed.items(), ("unsloth", "2026.10.7")]
     monkeypatch.setattr(colab, "sys", types.SimpleNamespace(version_info=(3, 13), platform="linux"))
     monkeypatch.setattr(colab.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(colab, "ROOT", tmp_path)
     monkeypatch.setattr(colab, "RECORD", tmp_path / "colab.json")
-    monkeypatch.setattr(
-        colab,
-        "resolve",
-        lambda packages, wanted, folder: asked.extend(wanted) or [*installed.items(), ("unsloth", "2026.10.7")],
-    )
+    monkeypatch.setattr(colab, "resolve", lambda packages, wanted, folder: asked.extend(wanted) or installed)
     if broken:
         with pytest.raises(SystemExit, match="must stay as they are, pip would touch torch$"):
             colab.main(tmp_path / "list.txt", record=True)
@@ -448,11 +440,8 @@ def test_the_last_line_under_colabs_jupyter(monkeypatch, tmp_path, status, line,
     cells = [nbformat.v4.new_markdown_cell("text"), nbformat.v4.new_code_cell("print()")]
     cells[1].outputs = [nbformat.v4.new_output("stream", name="stdout", text=f"first\n{line}\n")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "nf4_triton.ipynb")
-    started = []
-    monkeypatch.setattr(
-        "subprocess.run",
-        lambda command, **_: started.append(command) or subprocess.CompletedProcess(command, status),
-    )
+    started, done = [], subprocess.CompletedProcess("", status)
+    monkeypatch.setattr("subprocess.run", lambda command, **_: started.append(command) or done)
     if message:
         with pytest.raises(SystemExit, match=message):
             colab_jupyter.execute("python", tmp_path)

@@ -49,8 +49,9 @@ def read_list(path):
     return packages
 
 
-def read_numbers(version):
-    return [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", version)[0])]
+def release(version):
+    """Its first four numbers: 2.11.0+cu128 is [2, 11, 0, 0]."""
+    return [*map(int, re.findall(r"\d+", re.match(r"[\d.]*", version)[0])), 0, 0, 0, 0][:4]
 
 
 def missing(requirements, packages):
@@ -64,7 +65,7 @@ def missing(requirements, packages):
         version = packages.get(canonical(name))
         if version is None:
             lacking.append(line)
-        elif lowest and read_numbers(version) < read_numbers(lowest):
+        elif lowest and release(version) < release(lowest):
             raise SystemExit(f"the list has {name} {version}, which is older than {line}")
     return lacking
 
