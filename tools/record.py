@@ -91,14 +91,14 @@ def summary(record):
 def ratios(record, runs):
     """The last run's medians as a markdown table, each with the least and the greatest of the runs on that GPU."""
     name = record["gpu"] + (f", only rehearsed on {record['rehearsed_on']}" if record.get("rehearsed") else "")
-    lines = [f"| **{name}**, {record['date']} | {' | '.join(DTYPES.values())} |", "|---|---|---|---|"]
+    lines = [f"| **{name}**, {record['date']}: speedup over | {' | '.join(DTYPES.values())} |", "|---|---|---|---|"]
     for baseline, label in BASELINES.items():
         medians = [[run["ratios"][baseline][dtype] for run in runs] for dtype in DTYPES]
         cells = " | ".join(f"**{each[-1]:.2f}** ({min(each):.2f} to {max(each):.2f})" for each in medians)
-        lines.append(f"| times as fast as {label.format(**record['versions'])} | {cells} |")
-    exact, points = record["exact"], "{total} of {possible} points".format(**record["score"])
-    cells = f"{exact['differing']} differ | {points} | {len(runs)} run{'s' * (len(runs) > 1)}"
-    return "\n".join([*lines, f"| {exact['checked']:,} weights compared bit for bit | {cells} |"])
+        lines.append(f"| {label.format(**record['versions'])} | {cells} |")
+    lines += ["", "| compared bit for bit | differ | points on this GPU | recorded runs |", "|---|---|---|---|"]
+    exact, points = record["exact"], "{total} of {possible}".format(**record["score"])
+    return "\n".join([*lines, f"| {exact['checked']:,} | {exact['differing']} | {points} | {len(runs)} |"])
 
 
 def roads(rows):
