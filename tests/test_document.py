@@ -49,7 +49,7 @@ def test_runs_from_top_to_bottom_without_a_gpu(executed):
     checked, differing = re.search(
         r"CPU mode: ([\d,]+) weights went through the interpreter, (\d+) differ", text
     ).groups()
-    assert int(checked.replace(",", "")) > 900_000 and differing == "0"
+    assert int(checked.replace(",", "")) > 800_000 and differing == "0"
     assert not (folder / "results").exists(), "the CPU mode must not leave a record"
     assert record.code_hashes(notebook) == record.code_hashes(nbformat.read(helpers.NOTEBOOK, as_version=4))
 
@@ -170,13 +170,7 @@ def test_install_cell_takes_colabs_and_newer_versions(install, name, version):
 def test_an_older_card_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 0))
-    done = types.SimpleNamespace(stdout="550.54\n")
-    names = {
-        "GPU": True,
-        "torch": torch,
-        "importlib": importlib,
-        "subprocess": types.SimpleNamespace(run=lambda *_, **__: done),
-    }
+    names = {"GPU": True, "torch": torch, "importlib": importlib, "subprocess": subprocess}
     with pytest.raises(RuntimeError, match=r"Tesla P100 has capability \(6, 0\); Triton needs 7.0 or newer"):
         exec(compile(CODE["origin"], "origin cell", "exec"), names)
 
