@@ -217,6 +217,14 @@ def test_notebook_is_made_for_a_t4():
     assert set(re.findall(r"attachment:([\w.]+)", "".join(MARKDOWN.values()))) == attached == {"warp.png"}
 
 
+def test_a_comment_may_change_without_a_run_and_code_may_not():
+    def hashed(source):
+        return record.code_hashes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source, id="a")]))
+
+    assert hashed("x = 1  # one\n# two\ny = 2") == hashed("x = 1\ny = 2  # three")
+    assert len({str(hashed(source)) for source in ("x = 1", "x = 2", "#| export\nx = 1", "x = '#1'", "x = '#2'")}) == 5
+
+
 def test_outputs_belong_to_the_code():
     document = nbformat.read(helpers.NOTEBOOK, as_version=4)
     assert document.metadata.record.cells == record.code_hashes(document), "a code cell changed: run on a GPU and adopt"

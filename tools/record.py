@@ -82,9 +82,8 @@ def records():
 
 def summary(record):
     """A run in a few figures, for the list of runs."""
-    medians = {baseline: {} for baseline in BASELINES}
-    for entry in record["harness"]:
-        medians[entry["baseline"]][entry["dtypes"]] = entry["ratio"]["median"]
+    entries = [(entry["baseline"], entry["dtypes"], entry["ratio"]["median"]) for entry in record["harness"]]
+    medians = {name: {dtypes: ratio for baseline, dtypes, ratio in entries if baseline == name} for name in BASELINES}
     return {"date": record["date"], "ratios": medians, "host": record["host"], "floor": record["floor"]}
 
 
@@ -151,8 +150,9 @@ def code_cells(notebook):
 
 
 def code_hashes(notebook):
-    """{cell id: hash} of the code cells: outputs belong to the sources they were made from."""
-    return {cell.id: hashlib.sha256(cell.source.encode()).hexdigest()[:16] for cell in code_cells(notebook)}
+    """{cell id: hash} of the code cells, comments aside: outputs belong to the code that they were made by."""
+    code = {cell.id: re.sub(r"(^|\s+)# .*$", "", cell.source, flags=re.M) for cell in code_cells(notebook)}
+    return {name: hashlib.sha256(source.encode()).hexdigest()[:16] for name, source in code.items()}
 
 
 def missing(executed, notebook, record, name):
