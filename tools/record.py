@@ -122,10 +122,9 @@ def figure(found):
 
 def restated(text):
     """A markdown text with its tables and figures as they are recorded."""
-    picture, found = "![One call of the harness on {}](results/{}-call.png)", records()
+    found = records()
     tables = {
         "record": "\n\n".join(ratios(record, load(slug(record["gpu"]) + "-runs")) for record in found),
-        "pictures": "\n".join(picture.format(record["gpu"], slug(record["gpu"])) for record in found),
         "roads": roads(load("roads")["rows"]),
     }
     for name, table in tables.items():
