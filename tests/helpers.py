@@ -34,7 +34,7 @@ def exports(mark="#| export"):
 
 
 def load(name="nf4_triton", *edits):
-    """A module made of the definition cells. Triton reads kernel sources through `inspect`, hence linecache.
+    """A module made of the definition cells.
 
     edits  (text, replacement) pairs: each text must stand exactly once; for tests of the tests
     """
@@ -48,9 +48,14 @@ def load(name="nf4_triton", *edits):
             source = source.replace(*edit)
         if name != "nf4_triton":  # a torch operator of its own: registering one again leaves the first one dangling
             file, source = f"{name} {file}", source.replace("nf4_triton::", f"{name}::")
-        linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-        exec(compile(source, file, "exec"), module.__dict__)
+        execute(source, file, module.__dict__)
     return module
+
+
+def execute(source, file, namespace):
+    """Runs the source under a file name that exists nowhere else. Triton reads kernels through `inspect`."""
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    exec(compile(source, file, "exec"), namespace)
 
 
 def reference(weight, state):
@@ -89,6 +94,14 @@ def differing(nf4, tally, out, want):
     tally["weights"] += want.numel()
     tally["differing"] += count
     return count
+
+
+def same(nf4, tally, weight, state):
+    """Our result, which has bitsandbytes' shape, dtype, device and bits."""
+    out, want = nf4.dequantize_nf4(weight, state), expected(weight, state)
+    assert out.shape == want.shape and out.dtype == state.dtype and out.device == weight.device
+    assert differing(nf4, tally, out, want) == 0
+    return out
 
 
 def moved(weight, offset):

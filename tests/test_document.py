@@ -89,7 +89,7 @@ def requirements(path):
     return [line for line in lines if line and not line.startswith(("#", "--"))]
 
 
-def test_requirements_are_the_install_cells(nf4):
+def test_requirements_are_the_install_cells():
     (listed,) = re.findall(r'REQUIREMENTS = "(.*)"', CODE["install"])
     (more,) = re.findall(r"\[\*REQUIREMENTS.split\(\), (.*)\]", CODE["install"])
     assert requirements("requirements.txt") == [*listed.split(), *re.findall(r'"(\w+)"', more)]
@@ -212,7 +212,7 @@ def test_headings_are_the_sections_in_order():
 def test_notebook_is_made_for_a_t4():
     metadata = nbformat.read(helpers.NOTEBOOK, as_version=4).metadata
     assert metadata.accelerator == "GPU" and metadata.colab.gpuType == "T4"
-    assert Path(helpers.NOTEBOOK).stat().st_size < 3_000_000
+    assert helpers.NOTEBOOK.stat().st_size < 3_000_000
     attached = {name for cell in CELLS.values() for name in cell.get("attachments", ())}
     assert set(re.findall(r"attachment:([\w.]+)", "".join(MARKDOWN.values()))) == attached == {"warp.png"}
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-from helpers import DTYPES, STORAGES
+from helpers import DTYPES, STORAGES, same
 
 GPU = torch.cuda.is_available()
 
@@ -397,14 +397,6 @@ def test_assembly_that_looks_up_what_it_should_not_is_not_used(device):
         out = moved.dequantize_nf4(weight, state)
     assert moved.bits_differing(out, dequantize_4bit(weight, state)) == 0
     assert "does not look up" in moved.ASSEMBLY[weight.device]
-
-
-def same(nf4, tally, weight, state):
-    """Our result, which has bitsandbytes' shape, dtype, device and bits."""
-    out, want = nf4.dequantize_nf4(weight, state), helpers.expected(weight, state)
-    assert out.shape == want.shape and out.dtype == state.dtype and out.device == weight.device
-    assert helpers.differing(nf4, tally, out, want) == 0
-    return out
 
 
 KINDS = {"fc1": (4, 1), "fc2": (1, 4), "attn": (1, 1), "attn_packed": (3, 1)}  # multiples of the model's dimension

@@ -58,23 +58,26 @@ def object_replaced(name):
     def change(weight, state, *_):
         if name == "weight":
             return weight.data.view(torch.int8)
-        owner, last = (state.state2, name.split(".")[1]) if "." in name else (state, name)
-        tensor = getattr(owner, last)
-        setattr(owner, last, tensor.view(torch.int8 if tensor.dtype == torch.uint8 else torch.int32))
+        tensor = field(state, name)
+        setattr(*place(state, name), tensor.view(torch.int8 if tensor.dtype == torch.uint8 else torch.int32))
 
     return change
 
 
 def attribute_set(name, value):
     def change(weight, state, *_):
-        owner, last = (state.state2, name.split(".")[1]) if "." in name else (state, name)
-        setattr(owner, last, value)
+        setattr(*place(state, name), value)
 
     return change
 
 
+def place(state, name):
+    """(the state or its state2, the attribute there) of a name like "absmax" or "state2.absmax"."""
+    return (state.state2, name.removeprefix("state2.")) if "." in name else (state, name)
+
+
 def field(state, name):
-    return getattr(state.state2, name.split(".")[1]) if "." in name else getattr(state, name)
+    return getattr(*place(state, name))
 
 
 def every_second_byte(weight):

@@ -15,7 +15,7 @@ import pytest
 import sanitize
 import torch
 from bitsandbytes.functional import QuantState, create_dynamic_map, dequantize_4bit, get_4bit_type, quantize_4bit
-from helpers import DTYPES, STORAGES
+from helpers import DTYPES, STORAGES, same
 from hypothesis import strategies as st
 
 GPU = torch.cuda.is_available()
@@ -45,14 +45,6 @@ def settings(nf4, assembly=(True, False)):
 
 def launched(nf4, weight, state, setting):
     return nf4.launch(nf4.nf4_of(weight, state), setting)[0]
-
-
-def same(nf4, tally, weight, state):
-    """Our result, which has bitsandbytes' shape, dtype, device and bits."""
-    out, want = nf4.dequantize_nf4(weight, state), helpers.expected(weight, state)
-    assert out.shape == want.shape and out.dtype == state.dtype and out.device == weight.device
-    assert helpers.differing(nf4, tally, out, want) == 0
-    return out
 
 
 @quick
@@ -223,8 +215,7 @@ def round_kernel(out_ptr, in_ptr):
     at = tl.arange(0, 64)
     tl.store(out_ptr + at, nf4._rounded(tl.load(in_ptr + at), tl.bfloat16))
 """
-    helpers.linecache.cache["round"] = (len(source), None, source.splitlines(True), "round")
-    exec(compile(source, "round", "exec"), rounding)
+    helpers.execute(source, "round", rounding)
     rounding["round_kernel"][(1,)](out, values)
     assert torch.equal(out.isnan(), want.isnan())
     assert nf4.bits_differing(out.nan_to_num(9.0), want.nan_to_num(9.0)) == 0

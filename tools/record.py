@@ -49,16 +49,15 @@ def run(folder):
 
 def execute(folder):
     """Runs the notebook and says what came of it."""
-    notebook = run(folder)
-    found = [json.loads(path.read_text()) for path in (folder / "results").glob("*.json")]
-    for record in found:
+    notebook, paths = run(folder), list((folder / "results").glob("*.json"))
+    for record in (json.loads(path.read_text()) for path in paths):
         print(f"\n{ratios(record, [summary(record)])}\n\nlaunches are kept: {record['host']['kept']}")
         for dtype, facts in record["compile"].items():
             print(f"torch.compile, {dtype}: {', '.join(f'{name} {value}' for name, value in facts.items())}")
-    if not found:
+    if not paths:
         outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
         print(*(o.text for o in outputs if "differ" in o.get("text", "")), sep="", end="No GPU: no speed is claimed.\n")
-    print(f"\nexecuted: {folder / NOTEBOOK.name}", *(f"record: {path}" for path in (folder / "results").glob("*.json")))
+    print(f"\nexecuted: {folder / NOTEBOOK.name}", *(f"record: {path}" for path in paths))
 
 
 def slug(gpu):

@@ -190,7 +190,7 @@ def instructions():
     counts = {label: dict.fromkeys(DTYPES) for label in ROADS}
     for name, dtype in DTYPES.items():
         for label, module, setting in roads(dtype):
-            compiled, _ = sm_75.compile_for(module, dtype, setting)
+            compiled = sm_75.compile_for(module, dtype, setting)
             counts[label][name] = len(sm_75.disassemble(compiled)[0]) / (setting.steps * 8)
     return counts
 

@@ -39,26 +39,20 @@ CACHE = Path.home() / ".cache" / "nf4-triton"
 RECORD = helpers.ROOT / "results" / "sm_75.json"
 
 
-def compile_kernel(kernel, types, constants, num_warps, unaligned=(), capability=75):
-    """The CompiledKernel for sm_<capability>. `types`: what is no fp32 pointer; all 16-byte aligned but `unaligned`."""
-    names = kernel.arg_names
-    types = dict.fromkeys(names, "*fp32") | types | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in {*constants, *unaligned}}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, types, values, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
-
-
 def compile_for(nf4, dtype, setting, n_weights=4096 * 4096, capability=75):
-    """The notebook's kernel compiled for n_weights weights in 16-byte aligned tensors, and its number of programs."""
+    """The notebook's CompiledKernel for n_weights weights in 16-byte aligned tensors, for sm_<capability>."""
     meta = torch.empty(0, device="meta")
     nf4.ASSEMBLY[meta.device] = ""  # nothing can be tried on a device without memory
     described = nf4.NF4(*[meta] * 6, (n_weights,), dtype, 64, 256)
-    programs, constants = nf4.plan(described, setting, aligned=True)
-    types = {"out_ptr": f"*{TYPES[dtype]}", "weight_ptr": "*u8", "absmax_ptr": "*u8", "n_weights": "i32"}
-    unaligned = {"n_weights"} if n_weights % 16 else ()
+    _, constants = nf4.plan(described, setting, aligned=True)
     kernel = nf4._dequantize_nf4_kernel
-    return compile_kernel(kernel, types, constants, setting.num_warps, unaligned, capability), programs
+    names, types = kernel.arg_names, {"out_ptr": f"*{TYPES[dtype]}", "weight_ptr": "*u8", "absmax_ptr": "*u8"}
+    types = dict.fromkeys(names, "*fp32") | types | {"n_weights": "i32"} | dict.fromkeys(constants, "constexpr")
+    unaligned = {*constants, *(["n_weights"] if n_weights % 16 else [])}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in unaligned}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source, target = ASTSource(kernel, types, values, aligned), GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": setting.num_warps})
 
 
 def disassemble(compiled):
@@ -107,7 +101,7 @@ def facts_of(nf4, capability, assembly=True, n_weights=4096 * 4096):
     for dtype in TYPES:
         setting = replace(nf4.DEFAULTS[dtype.itemsize], assembly=assembly)
         try:
-            entry = facts(compile_for(nf4, dtype, setting, n_weights, capability)[0], setting)
+            entry = facts(compile_for(nf4, dtype, setting, n_weights, capability), setting)
         except Exception as failure:
             entry = failed(f"{type(failure).__name__}: {failure}")
         found[str(dtype).removeprefix("torch.")] = entry
