@@ -155,10 +155,10 @@ def code_hashes(notebook):
 
 def missing(executed, notebook, record, name):
     """A sentence for all that speaks against taking this run in."""
-    pairs = list(zip(code_cells(executed), code_cells(notebook)))
-    if len(pairs) != len(code_cells(executed)) or any(done.source != cell.source for done, cell in pairs):
+    done, cells = code_cells(executed), code_cells(notebook)
+    if [cell.source for cell in done] != [cell.source for cell in cells]:
         yield "the executed notebook's code differs from the repository's: run it again"
-    unfinished = [c.id for c, _ in pairs if not c.execution_count or any(o.output_type == "error" for o in c.outputs)]
+    unfinished = [c.id for c in done if not c.execution_count or any(o.output_type == "error" for o in c.outputs)]
     if unfinished:
         yield f"these cells were not run, or failed: {', '.join(unfinished)}"
     if lacking := set(MEASURED.split()) - set(record):
