@@ -556,7 +556,7 @@ REMOVED = {  # a line of the check -> (its replacement, the test that must then 
     "same = weight_ref() is weight is not None and": ("same = weight is not None and", "another weight object"),
     "weight_ref() is weight is not None": ("weight_ref() is weight", "weight = None"),
     "weight is not None and weight.data_ptr() == weight_at": ("weight is not None", "weight.data = ..."),
-    " and weight.numel() == numel": ("", "weight.data = its first half"),
+    " and weight.shape == packed": ("", "turned in place"),
     "(same or takes(weight))": ("True", "weight as a list"),
     "absmax_ref() is (absmax := quant_state.absmax) is not None": (
         "(absmax := quant_state.absmax) is not None",
@@ -597,10 +597,7 @@ REMOVED = {  # a line of the check -> (its replacement, the test that must then 
     ' and quant_state.quant_type == "nf4"': ("", "quant_type = fp4"),
     "and weight.is_contiguous()\n": ("\n", "strided"),
     "and weight.is_contiguous()": ("", "another, strided"),
-    "return out.t() if is_turned(weight) else out\n                quant_state": (
-        "return out\n                quant_state",
-        "transposed",
-    ),
+    "out.t() if (turned if same else is_turned(weight)) else out": ("out", "transposed"),
     "current_stream(index)": ("0", "stream"),
 }
 
