@@ -529,9 +529,9 @@ def test_a_weight_on_a_gpu_that_is_not_the_current_one(nf4, tally):
             assert nf4.bits_differing(function(weight, state), dequantize_4bit(weight.data, state)) == 0
             assert torch.cuda.current_device() == 0
     timers = {n: Timer("f(w, s)", globals={"f": f, "w": weight, "s": state}) for n, f in functions.items()}
-    us = {
-        n: min(timer.blocked_autorange(min_run_time=0.2).median for _ in range(3)) * 1e6 for n, timer in timers.items()
-    }
+    us = dict.fromkeys(timers, 1e9)
+    for name in list(timers) * 5:  # in turn, and the least: the host has slower moments
+        us[name] = min(us[name], timers[name].blocked_autorange(min_run_time=0.2).median * 1e6)
     tally.update({f"second_gpu_{name}_us": round(value, 2) for name, value in us.items()})
     assert us["ours"] <= 0.6 * us["unsloth"], us
 

@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib.util
 import json
@@ -109,15 +110,30 @@ def test_training_with_bitsandbytes_or_ours(nf4, device, tally, dtype):
     """A Llama with NF4 weights and LoRA adapters trains bit for bit alike."""
     model, adapters, ids = training.build(device, dtype)
     functions = {"stock": dequantize_4bit, "ours": nf4.dequantize_nf4, "wrong": training.one_bit_off(dequantize_4bit)}
-    seen, us = {}, {}
-    for name, function in functions.items():
-        with training.dequantizing(function):
+    contexts = {name: functools.partial(training.dequantizing, function) for name, function in functions.items()}
+    seen = {}
+    for name, context in contexts.items():
+        with context():
             seen[name] = training.train(model, adapters, ids)
-            if name != "wrong":
-                us[name] = training.step_us(model, adapters, ids, 10 if GPU else 1)
+    del contexts["wrong"]
+    us = training.step_us(model, adapters, ids, contexts, 40 if GPU else 1)
     count(tally, *training.differing(nf4, seen["stock"], seen["ours"]))
     assert training.differing(nf4, seen["stock"], seen["wrong"])[0] > 0, "one wrong bit goes unnoticed"
     record(tally, dtype, us)
+
+
+def test_training_is_timed_in_turn(monkeypatch):
+    order = []
+
+    @contextlib.contextmanager
+    def context(name):
+        order.append(name)
+        yield
+
+    monkeypatch.setattr(training, "step", lambda *_: None)
+    contexts = {name: functools.partial(context, name) for name in "ab"}
+    us = training.step_us(None, [torch.zeros(1, requires_grad=True)], torch.zeros(1), contexts, 2)
+    assert "".join(order) == "baabba" and list(us) == ["a", "b"]
 
 
 def count(tally, differing, compared):
