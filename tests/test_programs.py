@@ -111,15 +111,10 @@ def test_training_with_bitsandbytes_or_ours(nf4, device, tally, dtype):
     model, adapters, ids = training.build(device, dtype)
     functions = {"stock": dequantize_4bit, "ours": nf4.dequantize_nf4, "wrong": training.one_bit_off(dequantize_4bit)}
     contexts = {name: functools.partial(training.dequantizing, function) for name, function in functions.items()}
-    seen = {}
-    for name, context in contexts.items():
-        with context():
-            seen[name] = training.train(model, adapters, ids)
-    del contexts["wrong"]
-    us = training.step_us(model, adapters, ids, contexts, 40 if GPU else 1)
-    count(tally, *training.differing(nf4, seen["stock"], seen["ours"]))
-    assert training.differing(nf4, seen["stock"], seen["wrong"])[0] > 0, "one wrong bit goes unnoticed"
-    record(tally, dtype, us)
+    facts = training.compared(nf4, model, adapters, ids, contexts)
+    count(tally, facts["differing"], facts["compared"])
+    assert facts["wrong_differing"] > 0, "one wrong bit goes unnoticed"
+    record(tally, dtype, {"stock": facts["stock_us"], "ours": facts["ours_us"]})
 
 
 def test_training_is_timed_in_turn(monkeypatch):
@@ -132,7 +127,7 @@ def test_training_is_timed_in_turn(monkeypatch):
 
     monkeypatch.setattr(training, "step", lambda *_: None)
     contexts = {name: functools.partial(context, name) for name in "ab"}
-    us = training.step_us(None, [torch.zeros(1, requires_grad=True)], torch.zeros(1), contexts, 2)
+    us = training.step_us(None, [torch.zeros(1, requires_grad=True)], torch.zeros(1), contexts)
     assert "".join(order) == "baabba" and list(us) == ["a", "b"]
 
 

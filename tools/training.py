@@ -105,10 +105,10 @@ def train(model, adapters, ids, steps=3):
     return seen
 
 
-def step_us(model, adapters, ids, contexts, rounds=40):
+def step_us(model, adapters, ids, contexts):
     """{name: median microseconds of a step} of {name: makes its context}; in turn, as a host has slower moments."""
     optimizer, times = torch.optim.AdamW(adapters, lr=0.0), {name: [] for name in contexts}
-    for turn in range(rounds + 1):
+    for turn in range(41 if ids.is_cuda else 3):  # the first is a warm-up
         for name in list(contexts)[:: 1 if turn % 2 else -1]:
             with contexts[name]():
                 start = time.perf_counter()
@@ -122,6 +122,18 @@ def step_us(model, adapters, ids, contexts, rounds=40):
 def differing(nf4, seen, others):
     """How many elements of two runs differ in their raw bits, and how many were compared."""
     return sum(nf4.bits_differing(*pair) for pair in zip(seen, others)), sum(tensor.numel() for tensor in seen)
+
+
+def compared(nf4, model, adapters, ids, contexts):
+    """Trains in contexts "stock", "ours", "wrong": how many elements differ from stock; the times of the first two."""
+    seen = {}
+    for name, context in contexts.items():
+        with context():
+            seen[name] = train(model, adapters, ids)
+    count, total = differing(nf4, seen["stock"], seen["ours"])
+    facts = {"differing": count, "compared": total, "wrong_differing": differing(nf4, seen["stock"], seen["wrong"])[0]}
+    us = step_us(model, adapters, ids, {name: contexts[name] for name in ("stock", "ours")})
+    return facts | {f"{name}_us": value for name, value in us.items()}
 
 
 def one_bit_off(dequantize):
@@ -179,15 +191,9 @@ def through_unsloth(nf4, device, dtype):
             mlp.forward = types.MethodType(lambda self, x: fused(self, x, inplace=False), mlp)
     ours = without_options(nf4.dequantize_nf4)
     hooks = {"stock": UnslothHook(stock), "ours": UnslothHook(ours), "wrong": UnslothHook(one_bit_off(ours))}
-    seen, facts = {}, {}
+    facts = compared(nf4, model, adapters, ids, {name: hook.installed for name, hook in hooks.items()})
     for name, hook in hooks.items():
-        with hook.installed():
-            seen[name] = train(model, adapters, ids)
         facts |= {f"{name}_calls": hook.calls, f"{name}_transposed": hook.transposed}
-    timed = {f"{name}_us": hooks[name].installed for name in ("stock", "ours")}
-    facts |= step_us(model, adapters, ids, timed, 40 if device == "cuda" else 1)
-    facts["differing"], facts["compared"] = differing(nf4, seen["stock"], seen["ours"])
-    facts["wrong_differing"], _ = differing(nf4, seen["stock"], seen["wrong"])
     return facts
 
 
