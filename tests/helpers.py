@@ -189,6 +189,7 @@ def keep_on_cpu(nf4, monkeypatch):
     monkeypatch.setattr(nf4, "launch", launch_and_compile)
     monkeypatch.setattr(nf4, "empty_cuda", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
     monkeypatch.setattr(nf4, "current_stream", lambda index: world.stream)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: world.device, raising=False)
     return world
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import warnings
 
 import bitsandbytes as bnb
 import helpers
@@ -325,3 +326,24 @@ def test_a_copied_layer_is_compiled_as_well(nf4, device):
     want, function = nf4.your_dequantize_nf4(layer), compiled(nf4, device, nf4.your_dequantize_nf4)
     for copied in (layer, copy.deepcopy(layer)):
         assert nf4.bits_differing(function(copied), want) == 0
+
+
+def test_jit_trace_records_the_operator(nf4, pair):
+    weight, state = pair
+    want = dequantize_4bit(weight, state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        traced = torch.jit.trace(lambda packed: nf4.dequantize_nf4(packed, state), (weight,))
+    assert "nf4_triton::dequantize" in str(traced.graph)
+    assert nf4.bits_differing(traced(weight), want) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_assembly_is_tried_whatever_the_defaults(nf4, device, pair, monkeypatch, dtype):
+    monkeypatch.setattr(nf4, "ASSEMBLY", {})
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            assert nf4.assembly_works(pair[0].device), nf4.ASSEMBLY
+    finally:
+        torch.set_default_dtype(torch.float32)
