@@ -291,10 +291,12 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "2.5": "601 GB at the 240 GB/s of copies, seconds; the assumed slowness of Colab's host",
     "1.1": "an estimate, section 10", "1.2": "an estimate, section 10", "1.35": "an estimate, section 10",
     "1.4": "an estimate, section 10", "1.10": "an estimate, section 10", "1.18": "an estimate, section 10",
+    "1.08": "an estimate, section 10", "1.14": "an estimate, section 10",
     "8.5": "µs a call on the H200's faster hosts",
     "3.2": "an estimate, section 10", "2.9": "an estimate, section 10",
     "1.15": "the challenge's bar",
     "3.300": "published: github.com/Talel-bm/Optimized-NF4-dequantization",
+    "4.116": "published: github.com/Talel-bm/Optimized-NF4-dequantization",
     "3.911": "published: github.com/huseyincavusbi/unsloth_puzzles",
     "3.10": "Python", "3.13": "Python", "2026.10": "Unsloth", "3.3.1": "Triton", "3.9.0": "Triton", "2.0": "Apache",
 }  # fmt: skip

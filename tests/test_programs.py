@@ -428,7 +428,7 @@ def test_tuning_takes_what_wins_by_two_percent(nf4, monkeypatch, us, slowed, tak
     assert [name for name, result in results.items() if "taken" in str(result)] == [taken]
     setting = nf4.SETTINGS[0, 2]
     assert taken == ("evict output" if setting.evict == 2 else f"{setting.num_warps} warps x {setting.steps} steps")
-    assert len(results) <= 10 and ("and the matmul" in str(results["evict output"])) == slowed
+    assert len(results) <= 10 and ("with the matmul" in str(results["evict output"])) == slowed
 
 
 @pytest.fixture
