@@ -11,6 +11,7 @@ import math
 import re
 import sys
 import types
+import warnings
 from concurrent import futures
 from pathlib import Path
 
@@ -150,6 +151,12 @@ def shuffle(values, lanes, segments):
     source = (lane & fixed) | (lanes.astype(np.int64) & ~fixed & 0x1F)
     source = np.where(source <= ((lane & fixed) | (most & ~fixed)), source, lane)
     return values[np.arange(values.size) - lane + source]
+
+
+def jit_traced(function, *inputs, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        return torch.jit.trace(function, inputs, **options)
 
 
 def keep_on_cpu(nf4, monkeypatch):

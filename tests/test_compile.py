@@ -2,7 +2,6 @@
 
 import copy
 import random
-import warnings
 
 import bitsandbytes as bnb
 import helpers
@@ -331,9 +330,7 @@ def test_a_copied_layer_is_compiled_as_well(nf4, device):
 def test_jit_trace_records_the_operator(nf4, pair):
     weight, state = pair
     want = dequantize_4bit(weight, state)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated
-        traced = torch.jit.trace(lambda packed: nf4.dequantize_nf4(packed, state), (weight,))
+    traced = helpers.jit_traced(lambda packed: nf4.dequantize_nf4(packed, state), weight)
     assert "nf4_triton::dequantize" in str(traced.graph)
     assert nf4.bits_differing(traced(weight), want) == 0
 

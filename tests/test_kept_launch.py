@@ -442,9 +442,7 @@ def check_kernel_redefined(nf4, monkeypatch, device):
 def check_traced(nf4, monkeypatch, device):
     weight, state = called(nf4, device)
     other = fresh(nf4, device, seed=1)[0].data
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated
-        traced = torch.jit.trace(lambda packed: nf4.dequantize_nf4(packed, state), (weight.data,), check_trace=False)
+    traced = helpers.jit_traced(lambda packed: nf4.dequantize_nf4(packed, state), weight.data, check_trace=False)
     assert nf4.bits_differing(traced(other), dequantize_4bit(other, state)) == 0
 
 
