@@ -17,6 +17,7 @@ import types
 
 import bitsandbytes as bnb
 import helpers
+import numpy as np
 import pytest
 import torch
 import torch.utils.flop_counter
@@ -378,6 +379,20 @@ def test_races(nf4):
         nf4.race({"a": right, "b": wrong}, torch.float16, 1, 1, nf4.SMALL_OPTIONS)
     seconds = nf4.race({"a": right}, torch.float16, 2, 1, nf4.SMALL_OPTIONS)["a"]
     assert seconds.shape == (2, 3) and (seconds > 0).all()
+
+
+def test_a_slower_host_leaves_the_floor_as_it_is(nf4):
+    """The host is slower for half of the race, and turns while a round runs: ours meets it once more than bare."""
+
+    def race(contenders, dtype, rounds=5, loops=1000):
+        slow = {name: np.arange(rounds) < rounds // 2 + (name == "ours") for name in contenders}
+        seconds = {name: np.where(slow[name], 1.4, 1.0) * (1.05 if name == "ours" else 1.0) for name in contenders}
+        return {name: np.stack([times] * len(nf4.OPTIONS), axis=1) for name, times in seconds.items()}
+
+    names = {"GPU": True, "RECORD": {}, "NOT_KEPT": [], "display": lambda _: None, "race": race}
+    (source,) = (cell.source for cell in helpers.cells() if cell.id == "race-run")
+    exec(source, {**vars(nf4), **names})
+    assert names["RECORD"]["floor"] == dict.fromkeys(("float16", "bfloat16"), {"least": 1.05, "median": 1.05})
 
 
 @pytest.mark.gpu
