@@ -54,6 +54,12 @@ def load(name="nf4_triton", *edits):
     return module
 
 
+def run_cell(name, namespace):
+    """Runs the notebook's cell of that id, which need not be a definition, in the namespace."""
+    (source,) = (cell.source for cell in cells() if cell.id == name)
+    exec(source, namespace)
+
+
 def execute(source, file, namespace):
     """Runs the source under a file name that exists nowhere else. Triton reads kernels through `inspect`."""
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
