@@ -23,7 +23,11 @@ TALLY = collections.Counter()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--tally", metavar="FILE", help="add what the tests counted to FILE (the record's `robustness`)")
+    parser.addoption(
+        "--tally",
+        metavar="FILE",
+        help="add what the tests counted to FILE (the record's `robustness`)",
+    )
 
 
 def pytest_collection_modifyitems(items):
@@ -47,7 +51,9 @@ def pytest_sessionfinish(session, exitstatus):
     if path:  # more than one run may count: what is timed wants the machine to itself
         gpu = torch.cuda.get_device_name() if GPU else "CPU (Triton interpreter)"
         facts = {"gpu": gpu, "date": datetime.date.today().isoformat()}
-        before = json.loads(Path(path).read_text()) if Path(path).exists() else facts | {"passed": True}
+        before = (
+            json.loads(Path(path).read_text()) if Path(path).exists() else facts | {"passed": True}
+        )
         if facts != {name: before.pop(name) for name in facts}:
             raise pytest.UsageError(f"{path} was counted elsewhere; expected {facts}")
         facts["passed"] = before.pop("passed") and exitstatus == 0
@@ -64,7 +70,9 @@ def nf4():
 @pytest.fixture(params=["assembly", "loads"])
 def look_up(nf4, monkeypatch, request):
     """Runs the test by the assembly (emulated on a CPU) and by loads."""
-    by = {size: replace(setting, assembly=request.param == "assembly") for size, setting in nf4.DEFAULTS.items()}
+    by = {}
+    for itemsize, setting in nf4.DEFAULTS.items():
+        by[itemsize] = replace(setting, assembly=request.param == "assembly")
     monkeypatch.setattr(nf4, "DEFAULTS", by)
     return request.param
 
@@ -76,5 +84,6 @@ def device():
 
 @pytest.fixture(scope="session")
 def tally():
-    """A Counter for the record: cases, weights, differing, errors, sanitizer_errors, load_calls, load_growth_bytes."""
+    """A Counter for the record: cases, weights, differing, errors, sanitizer_errors, load_calls,
+    load_growth_bytes."""
     return TALLY

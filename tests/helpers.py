@@ -1,7 +1,8 @@
-"""What the tests share: the notebook's definitions as a module, what results are compared with, and stand-ins.
+"""What the tests share: the notebook's definitions as a module, what is expected, and stand-ins.
 
-The stand-ins let a machine without a GPU run what only a GPU has: `emulate_assembly` teaches Triton's interpreter the
-kernel's two instructions, `keep_on_cpu` gives a kept launch an allocator, a device, a stream and a launcher.
+The stand-ins let a machine without a GPU run what only a GPU has: `emulate_assembly` teaches
+Triton's interpreter the kernel's two instructions, `keep_on_cpu` gives a kept launch an allocator,
+a device, a stream and a launcher.
 """
 
 import contextlib
@@ -31,7 +32,11 @@ def cells():
 
 def exports(mark="#| export"):
     """(file name, source) of each definition cell, in order; the name goes into tracebacks."""
-    code = [(f"{NOTEBOOK.name}[cell {i}]", cell.source) for i, cell in enumerate(cells()) if cell.cell_type == "code"]
+    code = [
+        (f"{NOTEBOOK.name}[cell {i}]", cell.source)
+        for i, cell in enumerate(cells())
+        if cell.cell_type == "code"
+    ]
     return [(name, source) for name, source in code if source.startswith(mark)]
 
 
@@ -48,7 +53,8 @@ def load(name="nf4_triton", *edits):
     for file, source in exports():
         for edit in edits:
             source = source.replace(*edit)
-        if name != "nf4_triton":  # a torch operator of its own: registering one again leaves the first one dangling
+        if name != "nf4_triton":
+            # a torch operator of its own: registering one again leaves the first one dangling
             file, source = f"{name} {file}", source.replace("nf4_triton::", f"{name}::")
         execute(source, file, module.__dict__)
     return module
@@ -61,37 +67,21 @@ def run_cell(name, namespace):
 
 
 def execute(source, file, namespace):
-    """Runs the source under a file name that exists nowhere else. Triton reads kernels through `inspect`."""
+    """Runs the source under a file name of its own: Triton reads kernels through `inspect`."""
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     exec(compile(source, file, "exec"), namespace)
 
 
-def reference(weight, state):
-    """NF4 dequantization in plain PyTorch: each operation rounds once, as the format's formula does.
-
-    weight   two weights a byte, the first in the high nibble
-    state    bitsandbytes' QuantState, its absmax nested or plain
-    returns  state.shape, state.dtype
-    """
-    n_weights, scale, state2 = math.prod(state.shape), state.absmax, state.state2
-    packed = weight.data.reshape(-1).view(torch.uint8)
-    nibbles = torch.stack((packed >> 4, packed & 0xF), dim=1).reshape(-1)[:n_weights].int()
-    if state2 is not None:
-        absmax2 = state2.absmax.repeat_interleave(state2.blocksize)[: scale.numel()]
-        scale = state2.code[scale.int()] * absmax2 + state.offset
-    scale = scale.repeat_interleave(state.blocksize)[:n_weights]
-    return (state.code[nibbles] * scale).to(state.dtype).reshape(state.shape)
-
-
 def expected(weight, state):
-    """bitsandbytes' own result; on a CPU, unless rows are whole blocks, that of the PyTorch reference.
+    """bitsandbytes' own result; on a CPU, unless rows are whole blocks, that of nf4.spec.
 
-    There bitsandbytes 0.50.2 adds a dimension to 1-D shapes, goes wrong in even rows and compiles itself for odd ones.
+    There bitsandbytes 0.50.2 adds a dimension to 1-D shapes, goes wrong in even rows and compiles
+    itself for odd ones.
     """
     *rest, columns = state.shape
     if weight.is_cuda or (rest and columns % state.blocksize == 0):
         return dequantize_4bit(weight.data, state)
-    out = reference(weight.data.reshape(-1, 1), state).reshape(state.shape)
+    out = sys.modules["nf4_triton"].spec(weight, state)
     return out.t() if weight.shape[0] == 1 else out
 
 
@@ -120,14 +110,14 @@ def moved(weight, offset):
 
 
 def emulate_assembly():
-    """Teaches Triton's interpreter inline assembly of shifts and shuffles: element i of a block stands for thread i."""
+    """Teaches Triton's interpreter shifts and shuffles; a block's element i stands for thread i."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     InterpreterBuilder.create_inline_asm = run_assembly
 
 
 def run_assembly(builder, asm, constraints, values, types_, is_pure, pack):
-    """What the assembly leaves in its output registers, for all threads at once. Anything unknown is an error."""
+    """What the assembly leaves in its outputs, for all threads. Anything unknown is an error."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
@@ -149,7 +139,10 @@ def run_assembly(builder, asm, constraints, values, types_, is_pure, pack):
 
 
 def shuffle(values, lanes, segments):
-    """shfl.sync.idx by PTX's rules: bits 8 to 12 of `segments` mask a segment's lane bits, 0 to 4 are a clamp."""
+    """shfl.sync.idx by PTX's rules.
+
+    segments  its bits 8 to 12 mask a segment's lane bits, 0 to 4 are a clamp
+    """
     import numpy as np
 
     fixed, most = (segments >> 8) & 0x1F, segments & 0x1F
@@ -165,55 +158,109 @@ def jit_traced(function, *inputs, **options):
         return torch.jit.trace(function, inputs, **options)
 
 
-def keep_on_cpu(nf4, monkeypatch):
-    """Launches are kept as on a GPU; the launcher rebuilds tensors at the addresses and runs the interpreter.
+SCRATCHES = ("global_scratch_size", "profile_scratch_size")
+POINTERS = {  # Triton's names of the types
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+}
 
-    returns  a namespace to change: `device` and `stream` are the current ones, `starts` counts the launcher's calls
+
+def keep_on_cpu(nf4, monkeypatch, scratches=SCRATCHES):
+    """Launches are kept as on a GPU; the launcher rebuilds tensors at the addresses it is given.
+
+    scratches  the scratch arguments that the compiled kernel has: Triton 3.5 has both
+    returns    a namespace to change: `device` and `stream` are the current ones
     """
-    world, launch = types.SimpleNamespace(device=None, stream=0, starts=0), nf4.launch
+    world = types.SimpleNamespace(device=None, stream=0)
+    launch, plan = nf4.launch, nf4.plan
+    plans = []
+
+    def noted_plan(*arguments):
+        plans.append(plan(*arguments))
+        return plans[-1]
 
     def launch_and_compile(described, *arguments, **options):
-        out, _, programs, constants = launch(described, *arguments, **options)
-        if not programs:
-            return out, None, programs, constants
-        kinds = [(torch.uint8 if i == 0 else t.dtype, t.numel() * (t.element_size() if i == 0 else 1)) for i, t in
-                 enumerate(described[:6])]  # fmt: skip
-        kernel, index, dtype = nf4._dequantize_nf4_kernel, described.weight.device.index, described.dtype
+        out, _, programs = launch(described, *arguments, **options)
+        if programs == 0:
+            return out, None, 0
+        planned, constants = plans[-1]  # what the kernel was just launched with
+        assert programs == planned
+        return out, compiled_for(nf4, described, constants, world, scratches), programs
 
-        def run(x, y, z, stream, function, metadata, info, enter, leave, to, *rest):
-            assert (y, z, stream, info, enter, leave) == (1, 1, world.stream, None, None, None)
-            assert world.device == index, "the launch's device is not the current one"
-            tensors = [at(address, *kind) for address, kind in zip(rest, kinds)]
-            n_weights, values = rest[6], dict(zip(constants, rest[7:]))
-            assert not values["WHOLE"] or rest[0] % 4 == 0, "misaligned address"
-            kernel[(x,)](at(to, dtype, n_weights), *tensors, n_weights, **values)
-            world.starts += 1
-
-        def run_unseen(*arguments):  # by tracers and transforms, which watch a thread
-            with futures.ThreadPoolExecutor(1) as pool:
-                pool.submit(run, *arguments).result()
-
-        return out, Compiled(run=run_unseen, function=1, packed_metadata=()), programs, constants
+    def launch_kernel(function, x, y, z, num_warps, shared, kinds, arguments, stream):
+        assert (y, z) == (1, 1)
+        assert stream == world.stream, "the launch's stream is not the current one"
+        with futures.ThreadPoolExecutor(1) as pool:  # tracers and transforms watch a thread
+            pool.submit(function, x, num_warps, shared, kinds, arguments).result()
 
     @contextlib.contextmanager
-    def current(device):
-        before, world.device = world.device, device
+    def current(index):
+        before = world.device
+        world.device = index
         try:
             yield
         finally:
             world.device = before
 
+    empty = torch._C._dynamo.guards._empty_strided_cpu  # seen by nobody, either
     monkeypatch.setattr(torch.cuda, "device", current)
-    monkeypatch.setattr(nf4, "launch", launch_and_compile)
-    monkeypatch.setattr(nf4, "empty_cuda", torch._C._dynamo.guards._empty_strided_cpu)  # seen by nobody, either
-    monkeypatch.setattr(nf4, "current_stream", lambda index: world.stream)
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 2, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: world.device, raising=False)
+    monkeypatch.setattr(nf4, "current", lambda device: current(device.index))
+    monkeypatch.setattr(nf4, "plan", noted_plan)
+    monkeypatch.setattr(nf4, "launch", launch_and_compile)
+    monkeypatch.setattr(nf4, "launch_kernel", launch_kernel)
+    monkeypatch.setattr(nf4, "empty_cuda", empty)
+    monkeypatch.setattr(nf4, "current_stream", lambda index: world.stream)
+    monkeypatch.setattr(nf4, "KEPT", {})
     return world
 
 
 class Compiled(types.SimpleNamespace):
     """Stands for Triton's CompiledKernel."""
+
+
+def compiled_for(nf4, described, constants, world, scratches):
+    """What Triton would have compiled for this launch; its `function` runs the interpreter."""
+    kernel = nf4._dequantize_nf4_kernel
+    dtype, index = described.dtype, described.weight.device.index
+    n_weights = math.prod(described.shape)
+    weight = described.weight
+    kinds = [tensor.dtype for tensor in described[:6]]
+    sizes = [tensor.numel() for tensor in described[:6]]
+    alignment = 4 if constants["WHOLE"] else 1
+    if weight.data_ptr() % 16 == 0:  # Triton compiles for such addresses, and for others
+        alignment = 16
+    signature = {"out_ptr": POINTERS[dtype]}
+    names = ("weight", "absmax", "code", "offset", "absmax2", "code2")
+    for name, kind in zip(names, kinds):
+        signature[f"{name}_ptr"] = POINTERS[kind]
+    signature["n_weights"] = "constexpr" if n_weights == 1 else "i32"  # Triton makes a 1 constant
+    for name in constants:
+        if name != "num_warps":
+            signature[name] = "constexpr"
+    numbers = [] if n_weights == 1 else [n_weights]
+    types_wanted = "OOOOOOO" + "i" * len(numbers) + "O" * len(scratches)
+    metadata = types.SimpleNamespace(num_warps=constants["num_warps"], shared=0)
+    for scratch in scratches:
+        setattr(metadata, scratch, 0)
+
+    def function(programs, num_warps, shared, types_given, arguments):
+        assert (num_warps, shared) == (metadata.num_warps, metadata.shared)
+        assert world.device == index, "the launch's device is not the current one"
+        assert types_given == types_wanted
+        addresses, rest = arguments[:7], list(arguments[7:])
+        assert rest == numbers + [None] * len(scratches)
+        assert all(addresses), "an address where no memory is"
+        assert addresses[1] % alignment == 0, "misaligned address"
+        out = at(addresses[0], dtype, n_weights)
+        tensors = [at(*each) for each in zip(addresses[1:], kinds, sizes)]
+        kernel[(programs,)](out, *tensors, n_weights, **constants)
+
+    source = types.SimpleNamespace(signature=signature)
+    return Compiled(function=function, metadata=metadata, src=source)
 
 
 def at(address, dtype, numel):

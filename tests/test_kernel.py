@@ -1,6 +1,7 @@
-"""The kernel: raw bits against bitsandbytes, by assembly and by loads; through the interpreter where there is no GPU.
+"""The kernel: raw bits against bitsandbytes, by assembly and by loads.
 
-The cases include those that bitsandbytes' own tests name for 4-bit dequantization (test_functional.py, test_ops.py).
+Where there is no GPU, it runs through Triton's interpreter. The cases include those that
+bitsandbytes' own tests name for 4-bit dequantization (test_functional.py, test_ops.py).
 """
 
 import collections
@@ -14,7 +15,13 @@ import hypothesis
 import pytest
 import sanitize
 import torch
-from bitsandbytes.functional import QuantState, create_dynamic_map, dequantize_4bit, get_4bit_type, quantize_4bit
+from bitsandbytes.functional import (
+    QuantState,
+    create_dynamic_map,
+    dequantize_4bit,
+    get_4bit_type,
+    quantize_4bit,
+)
 from helpers import DTYPES, STORAGES, same
 from hypothesis import strategies as st
 
@@ -38,7 +45,7 @@ quick = pytest.mark.quick
 
 
 def settings(nf4, assembly=(True, False)):
-    """Some ways to launch: the default, few and many words, steps that a program's absmax2 cuts short."""
+    """The default, few and many words, and steps that a program's absmax2 cuts short."""
     sizes = [(4, 2), (1, 1), (2, 4), (4, 16)]
     return [nf4.Setting(warps, steps, way) for warps, steps in sizes for way in assembly]
 
@@ -49,23 +56,26 @@ def launched(nf4, weight, state, setting):
 
 @quick
 def test_the_emulated_assembly_is_what_runs(nf4, device):
-    """On a CPU the assembly's results come from the emulation, on a GPU from the card; neither is a silent fallback."""
+    """By the emulation on a CPU, by the card on a GPU; neither is a silent fallback."""
     assert nf4.assembly_works(torch.device(device, 0) if GPU else torch.device(device))
     weight, state = nf4.quantized((64, 64), torch.float16, device)
-    _, _, _, constants = nf4.launch(nf4.nf4_of(weight, state))
-    assert constants["ASSEMBLY"] is True
+    described = nf4.nf4_of(weight, state)
+    _, options = nf4.plan(described, nf4.Setting(), aligned=True)
+    assert options["ASSEMBLY"] is True
 
 
 @quick
 def test_the_emulated_shuffle():
-    """32 threads in two segments of 16; bits above the fourth of the asked lane do not matter; a full warp differs."""
+    """32 threads in two segments of 16: a lane's bits above the fourth do not matter."""
     values = torch.arange(100, 164, dtype=torch.int32).numpy()
     lanes = (torch.arange(64, dtype=torch.int32) * 7 + 0x50).numpy()
     by_hand = [values[i // 16 * 16 + (i * 7 + 0x50) % 16] for i in range(64)]
     assert helpers.shuffle(values, lanes, 0x101F).tolist() == by_hand
     whole = [values[i // 32 * 32 + (i * 7 + 0x50) % 32] for i in range(64)]
     assert helpers.shuffle(values, lanes, 0x1F).tolist() == whole != by_hand
-    clamped = helpers.shuffle(values, lanes, 0x1007)  # beyond lane 7 of a segment a thread gets its own value
+    clamped = helpers.shuffle(
+        values, lanes, 0x1007
+    )  # beyond lane 7 of a segment a thread gets its own value
     assert clamped[0] == values[0x50 % 16] and clamped[2] == values[2]
 
 
@@ -83,7 +93,7 @@ def test_the_emulated_shuffle():
 def test_wrong_assembly_shows_under_the_emulation(device, edit):
     wrong = helpers.load("nf4_wrong_assembly", edit)
     weight, state = wrong.every_combination(torch.float16, device)
-    right = helpers.reference(weight, state)
+    right = wrong.spec(weight, state)
     by = {way: launched(wrong, weight, state, wrong.Setting(assembly=way)) for way in (True, False)}
     if wrong.ASSEMBLY[weight.device]:  # found by its own check before it is used
         assert "does not look up" in wrong.ASSEMBLY[weight.device]
@@ -105,12 +115,15 @@ def test_the_emulation_refuses_what_it_does_not_know():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(nf4, device, look_up, shape, dtype):
     weight, state = nf4.quantized(shape, dtype, device)
-    want = helpers.reference(weight, state)
+    want = nf4.spec(weight, state)
     if GPU or shape[1] % 64 == 0:
         assert nf4.bits_differing(want, dequantize_4bit(weight, state)) == 0
     for _ in range(2 if GPU else 1):  # on a GPU the second call is the kept launch
         out = nf4.dequantize_nf4(weight, state)
-        assert out.dtype == dtype and nf4.bits_differing(out, want.t() if weight.shape[0] == 1 else want) == 0
+        assert (
+            out.dtype == dtype
+            and nf4.bits_differing(out, want.t() if weight.shape[0] == 1 else want) == 0
+        )
 
 
 @quick
@@ -121,7 +134,7 @@ def test_every_nibble_with_every_absmax_code(nf4, device, dtype):
     packed = weight.view(-1)
     for nibbles in (packed >> 4, packed & 15):
         assert (blocks + nibbles.long()).unique().numel() == 16 * 256
-    want = helpers.reference(weight, state)
+    want = nf4.spec(weight, state)
     assert nf4.bits_differing(want, dequantize_4bit(weight, state)) == 0
     for setting in settings(nf4):
         assert nf4.bits_differing(launched(nf4, weight, state, setting), want) == 0, setting
@@ -132,7 +145,7 @@ def test_every_nibble_with_every_absmax_code(nf4, device, dtype):
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_block_sizes(nf4, device, look_up, dtype, blocksize, nested):
-    # Rows of whole blocks: bitsandbytes 0.50.2 on the CPU (not on the GPU) goes wrong where some blocks cross rows.
+    # Rows of whole blocks: where blocks cross rows, bitsandbytes 0.50.2 goes wrong on the CPU.
     weight, state = nf4.quantized((2, 4096), dtype, device, blocksize, nested)
     want = dequantize_4bit(weight, state)
     for packed in (weight, helpers.moved(weight, 1)):
@@ -142,11 +155,11 @@ def test_block_sizes(nf4, device, look_up, dtype, blocksize, nested):
 @pytest.mark.parametrize("blocksize2", (32, 64, 1024))
 @pytest.mark.parametrize("blocksize", (32, 512))
 def test_other_sizes_of_the_nested_blocks(nf4, device, blocksize, blocksize2):
-    """bitsandbytes always takes 256. Where a program would need two absmax2, it takes fewer steps."""
+    """bitsandbytes takes 256. Where a program would need two absmax2, it takes fewer steps."""
     weight, state = nf4.quantized((2, 1024 * 5), torch.float16, device, blocksize)
     state.state2.blocksize = blocksize2
     state.state2.absmax = torch.rand(-(-state.absmax.numel() // blocksize2), device=device) + 0.5
-    want = helpers.reference(weight, state)
+    want = nf4.spec(weight, state)
     for setting in settings(nf4):
         assert nf4.bits_differing(launched(nf4, weight, state, setting), want) == 0, setting
 
@@ -154,7 +167,7 @@ def test_other_sizes_of_the_nested_blocks(nf4, device, blocksize, blocksize2):
 @pytest.mark.parametrize("blocksize", [128, 512, 4096])
 def test_blocks_across_rows(nf4, device, look_up, blocksize):
     weight, state = nf4.quantized((128, 192), torch.float16, device, blocksize)
-    assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), helpers.reference(weight, state)) == 0
+    assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), nf4.spec(weight, state)) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -164,10 +177,10 @@ def test_every_element_is_written_and_nothing_beyond(nf4, device, shape, dtype):
     described, n = nf4.nf4_of(weight, state), math.prod(shape)
     for setting in settings(nf4):
         buffer = torch.full((n + 64,), float("nan"), dtype=dtype, device=device)
-        programs, constants = nf4.plan(described, setting, aligned=True)
+        programs, options = nf4.plan(described, setting, aligned=True)
         kernel = nf4._dequantize_nf4_kernel[(programs,)]
-        kernel(buffer, *described[:6], n, **constants, num_warps=setting.num_warps)
-        assert nf4.bits_differing(buffer[:n].view(shape), helpers.reference(weight, state)) == 0
+        kernel(buffer, *described[:6], n, **options)
+        assert nf4.bits_differing(buffer[:n].view(shape), nf4.spec(weight, state)) == 0
         assert buffer[n:].isnan().all()
 
 
@@ -200,10 +213,112 @@ def test_strange_offsets(nf4, device, look_up, offset):
     assert nf4.bits_differing(ours.nan_to_num(1.0), theirs.nan_to_num(1.0)) == 0
 
 
+SMALLEST = torch.finfo(torch.float32).smallest_normal  # 1.2e-38
+TINY = [(scale, offset) for scale in (1e-30, 1e-37, 1e-38, 3e-39) for offset in (0.0, -0.0, scale)]
+
+
+def with_scales(nf4, dtype, nested, scale, offset):
+    """A weight on the CPU, and its state: products at and below the smallest normal number."""
+    weight, state = nf4.quantized((64, 128), dtype, "cpu", nested=nested)
+    if nested:
+        state.state2.absmax.fill_(scale)
+        state.offset.fill_(offset)
+    else:
+        state.absmax.mul_(scale)
+    return weight, state
+
+
+def compiled_call(nf4, device):
+    torch._dynamo.reset()
+    backend = nf4.GraphCounter(device)
+    return torch.compile(nf4.dequantize_nf4, fullgraph=True, backend=backend), backend
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_below_the_smallest_normal_number(nf4, device, look_up, tally, dtype, nested):
+    """On a GPU they are flushed to zero, as bitsandbytes' build does; on a CPU they are kept.
+
+    There bitsandbytes itself is compared in fp16 and fp32 only: AVX512's rounding to bf16, which
+    it uses where the processor has it, flushes.
+    """
+    compiled, backend = compiled_call(nf4, device)
+    told_apart = 0  # weights whose bits depend on whether products are flushed
+    for scale, offset in TINY if nested else TINY[::3]:
+        weight, state = with_scales(nf4, dtype, nested, scale, offset)
+        kept = nf4.spec(weight, state)
+        weight = weight.to(device)
+        state.to(device)
+        want = dequantize_4bit(weight, state) if GPU or dtype != torch.bfloat16 else kept
+        told_apart += nf4.bits_differing(kept, want.cpu())
+        outs = {
+            "first call": nf4.dequantize_nf4(weight, state),
+            "later call": nf4.dequantize_nf4(weight, state),
+            "compiled": compiled(weight, state),
+        }
+        for name, out in outs.items():
+            assert helpers.differing(nf4, tally, out, want) == 0, (name, scale, offset)
+    assert backend.graphs == 1 and backend.compiled == GPU
+    if dtype != torch.float16:  # where all of these are zeros
+        assert (kept.abs() < SMALLEST).float().mean() > 0.9
+        assert (told_apart > 0) == GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_that_flushes_nothing_is_noticed(device, dtype, nested):
+    plain = helpers.load("nf4_plain_products", ("libdevice.mul_rn(a, b)", "a * b"))
+    weight, state = with_scales(plain, dtype, nested, 1e-38, 0.0)
+    weight = weight.to(device)
+    state.to(device)
+    want = dequantize_4bit(weight, state)
+    for assembly in (True, False):
+        out = launched(plain, weight, state, plain.Setting(assembly=assembly))
+        assert plain.bits_differing(out, want) > 1000
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_signs_of_zeros(nf4, device, look_up, tally, dtype):
+    """The product is a zero of either sign, the offset -0.0: their sum has the product's sign."""
+    weight, state = with_scales(nf4, dtype, nested=True, scale=0.0, offset=-0.0)
+    want = nf4.spec(weight, state)
+    negative = want.signbit().sum()
+    assert not want.any() and 0 < negative < want.numel()
+    weight = weight.to(device)
+    state.to(device)
+    assert helpers.differing(nf4, tally, dequantize_4bit(weight, state).cpu(), want) == 0
+    compiled, _ = compiled_call(nf4, device)
+    for dequantize in (nf4.dequantize_nf4, nf4.dequantize_nf4, compiled):
+        assert helpers.differing(nf4, tally, dequantize(weight, state).cpu(), want) == 0
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_states_made_under_another_default_dtype(nf4, device, look_up, tally, dtype, default):
+    """bitsandbytes adds an offset of any dtype in fp32, and never reads the code."""
+    torch.set_default_dtype(default)
+    try:
+        quantized = nf4.quantized((64, 128), dtype, device)
+        weight, state = nf4.quantized((64, 128), dtype, device)
+        loaded = QuantState.from_dict(state.as_dict(packed=True), device=torch.device(device))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert default in (quantized[1].code.dtype, loaded.offset.dtype)
+    compiled, _ = compiled_call(nf4, device)
+    for packed, other in (quantized, (weight, loaded)):
+        want = dequantize_4bit(packed, other)
+        for dequantize in (nf4.dequantize_nf4, nf4.dequantize_nf4, compiled):
+            assert helpers.differing(nf4, tally, dequantize(packed, other), want) == 0
+
+
 @pytest.mark.skipif(GPU, reason="rounding by hand is the interpreter's")
 def test_bf16_is_rounded_to_nearest_even_on_the_cpu(nf4):
     """All the patterns that decide a rounding: ties, carries, subnormals, infinities, NaN."""
-    high = torch.tensor([0, 1, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x0080, 0x8001], dtype=torch.int32) << 16
+    high = (
+        torch.tensor([0, 1, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x0080, 0x8001], dtype=torch.int32)
+        << 16
+    )
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     values = (high[:, None] | low).view(torch.float32).flatten()
     values = torch.nn.functional.pad(values, (0, 64 - values.numel()))
@@ -227,13 +342,16 @@ def test_the_states_own_code_is_followed(nf4, device, look_up, dtype):
     for shape in ((64, 128), (3, 5)):
         weight, state = nf4.quantized(shape, dtype, device)
         state.code = state.code.flip(0).contiguous() * 1.5
-        want = helpers.reference(weight, state)
+        want = nf4.spec(weight, state)
         outputs = [nf4.dequantize_nf4(weight, state) for _ in range(2)]
-        outputs += [torch.compile(nf4.dequantize_nf4, backend=nf4.GraphCounter(device))(weight, state)]
+        outputs += [
+            torch.compile(nf4.dequantize_nf4, backend=nf4.GraphCounter(device))(weight, state)
+        ]
         assert all(nf4.bits_differing(out, want) == 0 for out in outputs)
 
 
-# Mean absolute and mean relative error of normally distributed weights, as bitsandbytes' test_functional.py has them.
+# Mean absolute and mean relative error of normally distributed weights, as bitsandbytes'
+# test_functional.py has them.
 PUBLISHED = {
     64: (0.072792, 0.203299),
     128: (0.076835, 0.215252),
@@ -243,7 +361,9 @@ PUBLISHED = {
     2048: (0.089592, 0.254146),
     4096: (0.092537, 0.262457),
 }
-TOLERANCE = 1e-3 if GPU else 8e-3  # over 16 million weights (they deviate by up to 3e-4), over 33 thousand
+TOLERANCE = (
+    1e-3 if GPU else 8e-3
+)  # over 16 million weights (they deviate by up to 3e-4), over 33 thousand
 
 
 def errors(values, out):
@@ -264,13 +384,19 @@ def test_errors_are_the_published_ones(nf4, device, tally, dtype, blocksize):
     values = normal(device, dtype)
     weight, state = quantize_4bit(values, blocksize=blocksize, quant_type="nf4")
     state = QuantState.from_dict(state.as_dict(), device=values.device)
-    assert errors(values, same(nf4, tally, weight, state)) == pytest.approx(PUBLISHED[blocksize], abs=TOLERANCE)
+    assert errors(values, same(nf4, tally, weight, state)) == pytest.approx(
+        PUBLISHED[blocksize], abs=TOLERANCE
+    )
 
 
 def test_the_published_errors_tell_a_wrong_kernel(device):
     """Wrong by as little as a code that is one step off."""
-    broken = helpers.load("nf4_off_by_one", ("code_ptr + lane % 16", "code_ptr + (lane % 16 ^ 1)"))
-    broken.ASSEMBLY[torch.device(device, 0) if GPU else torch.device(device)] = ""  # its own check would find it
+    broken = helpers.load(
+        "nf4_off_by_one", ("code_ptr + thread % 16", "code_ptr + (thread % 16 ^ 1)")
+    )
+    broken.ASSEMBLY[torch.device(device, 0) if GPU else torch.device(device)] = (
+        ""  # its own check would find it
+    )
     values = normal(device, torch.float32, rows=1)
     weight, state = quantize_4bit(values, blocksize=64, quant_type="nf4")
     error, relative = errors(values, broken.dequantize_nf4(weight, state).view(values.shape))
@@ -282,7 +408,9 @@ def test_the_published_errors_tell_a_wrong_kernel(device):
 def test_compressed_statistics(nf4, device, tally, dtype, blocksize):
     values = normal(device, dtype)
     for compressed in (False, True):
-        weight, state = quantize_4bit(values, blocksize=blocksize, compress_statistics=compressed, quant_type="nf4")
+        weight, state = quantize_4bit(
+            values, blocksize=blocksize, compress_statistics=compressed, quant_type="nf4"
+        )
         error, relative = errors(values, same(nf4, tally, weight, state))
         assert error < 0.11 and relative < 0.28
 
@@ -293,10 +421,14 @@ def test_compressed_statistics(nf4, device, tally, dtype, blocksize):
 def test_random_bytes_and_signed_scales(nf4, device, tally, dtype, storage, blocksize):
     shape = torch.Size((128, 128) if GPU else (8, 512))
     random = torch.Generator().manual_seed(blocksize)
-    weight = torch.randint(0, 256, (shape.numel() // 2, 1), dtype=torch.uint8, generator=random).to(device)
+    weight = torch.randint(0, 256, (shape.numel() // 2, 1), dtype=torch.uint8, generator=random).to(
+        device
+    )
     absmax = torch.randn(shape.numel() // blocksize, generator=random).to(device)
     code = get_4bit_type("nf4", device=device)
-    state = QuantState(absmax, shape=shape, code=code, blocksize=blocksize, quant_type="nf4", dtype=dtype)
+    state = QuantState(
+        absmax, shape=shape, code=code, blocksize=blocksize, quant_type="nf4", dtype=dtype
+    )
     same(nf4, tally, weight.view(-1).view(storage).view(-1, 1), state)
 
 
@@ -353,14 +485,20 @@ def ragged_shapes():
     longest = 300 if GPU else 80
     matrix = st.tuples(st.integers(1, longest), st.integers(1, longest))
     vector = st.tuples(st.integers(1, longest**2))
-    corner = st.sampled_from(((1,), (1, 1), (2, 1), (1, 2), (8,), (1, 8), (8, 1), (1, 4096), (4096, 1)))
+    corner = st.sampled_from(
+        ((1,), (1, 1), (2, 1), (1, 2), (8,), (1, 8), (8, 1), (1, 4096), (4096, 1))
+    )
     return st.sampled_from((matrix, vector, corner)).flatmap(lambda kind: kind)
 
 
 def whole_shapes():
     """Full programs: multiples of 2048 weights."""
     programs = st.integers(1, 150 if GPU else 3)
-    return st.builds(lambda n, columns: (n * 2048 // columns, columns), programs, st.sampled_from((32, 64, 512, 2048)))
+    return st.builds(
+        lambda n, columns: (n * 2048 // columns, columns),
+        programs,
+        st.sampled_from((32, 64, 512, 2048)),
+    )
 
 
 @st.composite
@@ -372,9 +510,15 @@ def tensors(draw):
     shape = draw(whole_shapes() if whole else ragged_shapes())
     n_bytes = (math.prod(shape) + 1) // 2
     offset = one_of(0, 0, 4, 8, 12) if whole else one_of(*[0] * 16, *range(16))
-    possible = [dtype for dtype in STORAGES if n_bytes % dtype.itemsize == 0 and offset % dtype.itemsize == 0]
+    possible = [
+        dtype
+        for dtype in STORAGES
+        if n_bytes % dtype.itemsize == 0 and offset % dtype.itemsize == 0
+    ]
     storage = one_of(torch.uint8, torch.uint8, *possible)
-    blocksizes = BLOCKSIZES if storage == torch.uint8 or not GPU else BLOCKSIZES[1::3]  # each compiles for 0.1 s
+    blocksizes = (
+        BLOCKSIZES if storage == torch.uint8 or not GPU else BLOCKSIZES[1::3]
+    )  # each compiles for 0.1 s
     return Case(
         shape,
         one_of(*DTYPES),
@@ -390,27 +534,39 @@ def tensors(draw):
 
 
 def packed(weight, case, form, offset):
-    """A copy of the weight's bytes at an offset in a larger buffer, in the case's storage dtype and the given form."""
+    """A copy of the weight's bytes at an offset, in the case's storage dtype and the given form."""
     return helpers.moved(weight, offset).view(-1).view(case.storage).view(FORMS[form])
 
 
 def check(nf4, device, tally, case):
-    weight, state = nf4.quantized(case.shape, case.dtype, device, case.blocksize, case.nested, case.seed)
+    weight, state = nf4.quantized(
+        case.shape, case.dtype, device, case.blocksize, case.nested, case.seed
+    )
     for scale in (state.state2.absmax, state.offset) if case.nested else (state.absmax,):
         scale.mul_(case.scale)
-    turned = "(n, 1)" if case.form == "(1, n)" else "(1, n)"  # as a backward pass asks, for the same bytes
+    turned = (
+        "(n, 1)" if case.form == "(1, n)" else "(1, n)"
+    )  # as a backward pass asks, for the same bytes
     ours, outs = packed(weight, case, case.form, case.offset), []
     assert ours.data_ptr() % 16 == case.offset
     for form in (case.form, case.form, turned) if GPU else (case.form, turned):
-        outs.append(out := nf4.dequantize_nf4(ours.view(FORMS[form]) if form == turned else ours, state))
+        outs.append(
+            out := nf4.dequantize_nf4(ours.view(FORMS[form]) if form == turned else ours, state)
+        )
         want = helpers.expected(packed(weight, case, form, 0), state)
         assert out.shape == want.shape and out.dtype == want.dtype and out.stride() == want.stride()
         assert helpers.differing(nf4, tally, out, want) == 0, form
         assert out.untyped_storage().nbytes() == out.numel() * out.element_size()
-    assert len({tensor.untyped_storage().data_ptr() for tensor in (*outs, ours)}) == len(outs) + 1, "not fresh"
-    assert torch.equal(ours.view(-1).view(torch.uint8), weight.view(-1)), "the packed weight was written to"
+    assert (
+        len({tensor.untyped_storage().data_ptr() for tensor in (*outs, ours)}) == len(outs) + 1
+    ), "not fresh"
+    assert torch.equal(ours.view(-1).view(torch.uint8), weight.view(-1)), (
+        "the packed weight was written to"
+    )
     if GPU:
-        assert state._nf4_launch is not None, "no launch was kept, so the later calls test nothing new"
+        assert state._nf4_launch is not None, (
+            "no launch was kept, so the later calls test nothing new"
+        )
 
 
 # More than 256 blocks, so two absmax2, with a ragged and an aligned weight.
@@ -438,7 +594,9 @@ def run(nf4, device, tally, examples, **options):
     @hypothesis.given(tensors())
     def each(case):
         seen["whole" if case.whole() else "ragged"] += 1
-        nf4.DEFAULTS = {size: replace(setting, assembly=case.assembly) for size, setting in defaults.items()}
+        nf4.DEFAULTS = {
+            size: replace(setting, assembly=case.assembly) for size, setting in defaults.items()
+        }
         check(nf4, device, tally, case)
 
     try:
@@ -458,10 +616,13 @@ WRONG = {  # what is made wrong -> (text in the kernel, its replacement)
     "the look-up by loads": ("(word >> 4 * (i ^ 1)) & 0xF", "(word >> 4 * i) & 0xF"),
     "the look-up by assembly": ("_SHUFFLE.format(4 * (i ^ 1), i)", "_SHUFFLE.format(4 * i, i)"),
     "a word out of bytes": ("byte.to(tl.int32) << (8 * i)", "byte.to(tl.int32) << (8 * (i ^ 1))"),
-    "the last program's mask": ("mask=byte * 2 < left", "mask=byte * 2 + 2 < left"),
-    "the scale's place": ("(here % PER_BLOCK + lane) // PER_BLOCK", "lane // PER_BLOCK + 1"),
-    "one rounding of the scale too few": ("tl.fma(code2, absmax2, 0.0) + offset", "tl.fma(code2, absmax2, offset)"),
-    "absmax2": ("(BLOCKSIZE * BLOCKSIZE2)", "(BLOCKSIZE * BLOCKSIZE2 * 2)"),
+    "the last program's mask": ("mask=at * 2 < left", "mask=at * 2 + 2 < left"),
+    "the scale's place": ("absmax_ptr + block + ", "absmax_ptr + block + 1 + "),
+    "one rounding of the scale too few": (
+        "_product(code2, absmax2) + offset",
+        "tl.fma(code2, absmax2, offset)",
+    ),
+    "absmax2": ("block // BLOCKSIZE2", "block // (BLOCKSIZE2 * 2)"),
 }
 
 
@@ -470,7 +631,9 @@ def test_a_wrong_kernel_is_caught(device, monkeypatch, wrong):
     if wrong == "one rounding of the scale too few" and not GPU:
         pytest.skip("the interpreter rounds twice")
     broken, tally = helpers.load("nf4_wrong", WRONG[wrong]), collections.Counter()
-    monkeypatch.setattr(broken, "assembly_works", lambda device: True)  # which would find a wrong look-up itself
+    monkeypatch.setattr(
+        broken, "assembly_works", lambda device: True
+    )  # which would find a wrong look-up itself
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     with pytest.raises(AssertionError):
         run(broken, device, tally, 300, phases=phases)
@@ -483,34 +646,51 @@ def test_a_wrong_kernel_is_caught(device, monkeypatch, wrong):
 def test_harness_shapes_with_every_setting(nf4, tally, shape, dtype):
     weight, state = nf4.quantized(shape, dtype, "cuda")
     want = dequantize_4bit(weight, state)
-    for setting in settings(nf4) + [nf4.Setting(4, 2, evict=evict) for evict in (0, 2)]:
+    for setting in settings(nf4):
         for moved in (weight, helpers.moved(weight, 1)):
-            assert helpers.differing(nf4, tally, launched(nf4, moved, state, setting), want) == 0, setting
+            assert helpers.differing(nf4, tally, launched(nf4, moved, state, setting), want) == 0, (
+                setting
+            )
 
 
 def piece(weight, state, start, stop):
-    """Weights start .. stop as a vector of their own; start a multiple of what one absmax2 covers."""
+    """Weights start .. stop as a vector; start is a multiple of what one absmax2 covers."""
     block, block2 = state.blocksize, state.blocksize * 256
     absmax2 = state.state2.absmax[start // block2 : -(-stop // block2)]
     state2 = QuantState(absmax2, code=state.state2.code, blocksize=256, dtype=torch.float32)
     absmax = state.absmax[start // block : -(-stop // block)]
-    part = QuantState(absmax, torch.Size((stop - start,)), state.code, block, "nf4", state.dtype, state.offset, state2)
+    part = QuantState(
+        absmax,
+        torch.Size((stop - start,)),
+        state.code,
+        block,
+        "nf4",
+        state.dtype,
+        state.offset,
+        state2,
+    )
     return weight[start // 2 : -(-stop // 2)], part
 
 
-SIZES = [(1 << 15) - 3, *(pytest.param((1 << 31) + more, marks=pytest.mark.gpu) for more in (1 << 25, 77))]
+SIZES = [
+    (1 << 15) - 3,
+    *(pytest.param((1 << 31) + more, marks=pytest.mark.gpu) for more in (1 << 25, 77)),
+]
 
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("blocksize", [64, 32])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_than_two_to_the_31_weights(nf4, device, tally, dtype, blocksize, n):
-    """Compared piece by piece, because bitsandbytes counts in 32 bits. (Small, to test the test.)"""
+    """Piece by piece, because bitsandbytes counts in 32 bits. (Small, to test the test.)"""
     if GPU and blocksize == 32 and dtype != torch.bfloat16:
         pytest.skip("one dtype with the other block size is enough for 10 GB each")
     blocks, byte = -(-n // blocksize), {"dtype": torch.uint8, "device": device}
     weight = torch.randint(0, 256, ((n + 1) // 2, 1), **byte)
-    absmax2, code2 = torch.rand(-(-blocks // 256), device=device) + 0.5, create_dynamic_map().to(device)
+    absmax2, code2 = (
+        torch.rand(-(-blocks // 256), device=device) + 0.5,
+        create_dynamic_map().to(device),
+    )
     state = QuantState(
         torch.randint(0, 256, (blocks,), **byte),
         shape=torch.Size((n,)),
@@ -535,7 +715,9 @@ def test_more_than_two_to_the_31_weights(nf4, device, tally, dtype, blocksize, n
 @pytest.mark.parametrize("compressed", [False, True])
 def test_the_shape_of_bitsandbytes_benchmark(nf4, tally, compressed):
     values = torch.rand(49152, 12288, dtype=torch.float16, device="cuda")
-    weight, state = quantize_4bit(values, blocksize=256, compress_statistics=compressed, quant_type="nf4")
+    weight, state = quantize_4bit(
+        values, blocksize=256, compress_statistics=compressed, quant_type="nf4"
+    )
     del values
     for _ in range(2):
         same(nf4, tally, weight, state)
@@ -582,6 +764,19 @@ def test_the_sanitizers_cases_on_a_cpu(nf4, tally):
 def test_the_sanitizers_summaries_are_read():
     assert sanitize.errors_in("========= ERROR SUMMARY: 0 errors\n") == 0
     assert sanitize.errors_in("========= ERROR SUMMARY: 1 error\n") == 1
-    assert sanitize.errors_in("========= RACECHECK SUMMARY: 16 hazards displayed (9 errors, 7 warnings)\n") == 16
-    assert sanitize.errors_in("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n") == 0
-    assert sanitize.errors_in("Target application terminated before first instrumented API call") is None
+    assert (
+        sanitize.errors_in(
+            "========= RACECHECK SUMMARY: 16 hazards displayed (9 errors, 7 warnings)\n"
+        )
+        == 16
+    )
+    assert (
+        sanitize.errors_in(
+            "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+        )
+        == 0
+    )
+    assert (
+        sanitize.errors_in("Target application terminated before first instrumented API call")
+        is None
+    )

@@ -1,4 +1,4 @@
-"""The ways in which a program uses the function: gradients, threads, devices, long runs, training, harness, races."""
+"""How a program uses the function: gradients, threads, devices, long runs, training, harness."""
 
 import collections
 import concurrent.futures
@@ -7,6 +7,7 @@ import ctypes
 import functools
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -14,16 +15,17 @@ import subprocess
 import sys
 import threading
 import types
+from unittest import mock
 
 import bitsandbytes as bnb
 import helpers
-import numpy as np
 import pytest
 import torch
 import torch.utils.flop_counter
 import training
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from helpers import DTYPES
+from torch.multiprocessing.reductions import StorageWeakRef
 
 GPU = torch.cuda.is_available()
 
@@ -58,7 +60,7 @@ def test_gradients_through_the_weight(nf4, pair, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_backward_of_bitsandbytes_own_matmul(nf4, device, tally, monkeypatch, dtype):
-    """matmul_4bit dequantizes when it differentiates: with our function its gradients stay the same."""
+    """matmul_4bit dequantizes when it differentiates: by ours its gradients stay the same."""
     dim = 256 if GPU else 64
     layer = bnb.nn.Linear4bit(dim, dim, False, dtype, True, "nf4").to(device)
     layer.weight.quant_state.dtype = dtype
@@ -79,7 +81,7 @@ def test_the_backward_of_bitsandbytes_own_matmul(nf4, device, tally, monkeypatch
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_a_lora_layer(nf4, device, tally, dtype):
-    """Of the input and both adapters; the input's through the weight alone also as bitsandbytes' matmul_4bit has it."""
+    """Of the input and both adapters; through the weight alone also as matmul_4bit has it."""
     features = (1024, 512) if GPU else (64, 32)
     layer = nf4.bnb_Linear4bit(*features, dtype).to(device)
     layer.weight.quant_state.dtype = dtype
@@ -97,25 +99,153 @@ def test_gradients_of_a_lora_layer(nf4, device, tally, dtype):
     def dequantized(function):
         return lambda x: training.DequantizedLinear.apply(x, layer.weight, function)
 
-    pairs = zip(gradients(dequantized(nf4.dequantize_nf4)), gradients(dequantized(dequantize_4bit)), strict=True)
+    pairs = zip(
+        gradients(dequantized(nf4.dequantize_nf4)),
+        gradients(dequantized(dequantize_4bit)),
+        strict=True,
+    )
     assert [helpers.differing(nf4, tally, *pair) for pair in pairs] == [0, 0, 0]
     (ours,) = gradients(dequantized(nf4.dequantize_nf4), adapted=False)
-    (theirs,) = gradients(lambda x: bnb.matmul_4bit(x, layer.weight, layer.weight.quant_state), adapted=False)
+    (theirs,) = gradients(
+        lambda x: bnb.matmul_4bit(x, layer.weight, layer.weight.quant_state), adapted=False
+    )
     assert helpers.differing(nf4, tally, ours, theirs) == 0
-    (wrong,) = gradients(dequantized(training.one_bit_off(dequantize_4bit)), adapted=False)
+    wrong_one = training.one_bit_off(dequantize_4bit)
+    (wrong,) = gradients(dequantized(wrong_one), adapted=False)
     assert nf4.bits_differing(wrong, theirs) > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_training_with_bitsandbytes_or_ours(nf4, device, tally, dtype):
-    """A Llama with NF4 weights and LoRA adapters trains bit for bit alike."""
-    model, adapters, ids = training.build(device, dtype)
-    functions = {"stock": dequantize_4bit, "ours": nf4.dequantize_nf4, "wrong": training.one_bit_off(dequantize_4bit)}
-    contexts = {name: functools.partial(training.dequantizing, function) for name, function in functions.items()}
-    facts = training.compared(nf4, model, adapters, ids, contexts)
-    count(tally, facts["differing"], facts["compared"])
-    assert facts["wrong_differing"] > 0, "one wrong bit goes unnoticed"
-    record(tally, dtype, {"stock": facts["stock_us"], "ours": facts["ours_us"]})
+@pytest.mark.parametrize("rows, bias", [(7, False), (7, True), (1, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_bitsandbytes(nf4, device, tally, dtype, rows, bias):
+    """A layer multiplies by what bitsandbytes would dequantize, to the bit."""
+    layer = bnb.nn.Linear4bit(64, 128, bias, dtype, True, "nf4").to(device)
+    layer.weight.quant_state.dtype = dtype
+    weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    x = torch.randn(2, rows, 64, device=device).to(dtype)
+    upstream = torch.randn(2, rows, 128, device=device).to(dtype)
+    if bias:
+        layer.bias.data = layer.bias.data.to(dtype)
+
+    def trained(function):
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        out = function(leaf)
+        out.backward(upstream)
+        return [out.detach(), leaf.grad] + ([layer.bias.grad.clone()] if bias else [])
+
+    def theirs(leaf):
+        return torch.nn.functional.linear(leaf, weight, layer.bias)
+
+    before = bnb.matmul_4bit
+    with nf4.in_bitsandbytes(fewest=1):
+        got = trained(layer)
+    assert bnb.matmul_4bit is before
+    wanted = trained(theirs)
+    # Autograd multiplies the rows as one matrix, too, and sums the bias' gradients over them.
+    assert [helpers.differing(nf4, tally, *pair) for pair in zip(got, wanted, strict=True)] == [
+        0
+    ] * len(got)
+
+
+def test_what_in_bitsandbytes_leaves_to_bitsandbytes(nf4, device, monkeypatch):
+    """Few tokens, other formats, an output that is given, and weights quantized transposed."""
+    dtype = torch.float32
+    taken = []
+
+    def noted(*arguments):
+        taken.append(arguments)
+        return torch.nn.functional.linear(arguments[0], dequantize_4bit(*arguments[1:3]))
+
+    monkeypatch.setattr(nf4.DequantizedProduct, "apply", noted)
+    values = torch.randn(128, 64, device=device)
+    weight, state = quantize_4bit(values, quant_type="nf4")
+    x = torch.randn(64, 64, device=device)
+    fp4 = quantize_4bit(values, quant_type="fp4")
+    wide = torch.randn(64, 128, device=device)
+    out = torch.empty(64, 128, device=device, dtype=dtype)
+    left = {  # arguments of matmul_4bit
+        "63 tokens": ((x[:63], weight, state), {}),
+        "fp4": ((x, *fp4), {}),
+        "an output": ((x, weight, state), {"out": out}),
+        "transposed": ((wide, weight, state), {}),
+    }
+    wanted = {name: bnb.matmul_4bit(*given, **options) for name, (given, options) in left.items()}
+    with nf4.in_bitsandbytes():
+        for name, (given, options) in left.items():
+            got = bnb.matmul_4bit(*given, **options)
+            assert nf4.bits_differing(got, wanted[name]) == 0, name
+        assert taken == []
+        bnb.matmul_4bit(x, weight, state)
+        bnb.matmul_4bit(x.view(2, 32, 64), weight.t(), state)
+        assert len(taken) == 2
+        with pytest.raises(ValueError, match="quant_state is required"):
+            bnb.matmul_4bit(x, weight, None)
+
+
+def test_in_bitsandbytes_is_undone_after_an_error(nf4):
+    before = bnb.matmul_4bit
+    with pytest.raises(KeyError), nf4.in_bitsandbytes():
+        assert bnb.matmul_4bit is not before
+        raise KeyError
+    assert bnb.matmul_4bit is before
+
+
+TRAININGS = [("small", torch.float16), ("small", torch.bfloat16), ("llama8b", torch.bfloat16)]
+TRAININGS = TRAININGS if GPU else [("tiny", torch.float16), ("tiny", torch.bfloat16)]
+
+
+@pytest.mark.parametrize("size, dtype", TRAININGS)
+def test_training_in_bitsandbytes(nf4, device, tally, size, dtype):
+    """A Llama with NF4 weights and LoRA adapters trains bit for bit alike, and is timed."""
+    model, adapters = training.build(device, dtype, size)
+    contexts = training.contexts_of(nf4, fewest=64 if GPU else 1)
+    trained = {name: contexts[name] for name in ("theirs", "ours", "wrong")}
+    timed = {name: contexts[name] for name in ("stock", "replaced", "ours")}
+    for batch in training.RUNS[size]:
+        ids = training.token_ids(device, batch)
+        facts = training.compared(nf4, model, adapters, ids, trained)
+        count(tally, facts)
+        ms = training.step_ms(model, adapters, ids, timed, training.TURNS[size])
+        record(tally, dtype, f"{size}_{ids.numel()}", ms)
+
+
+def test_the_contexts_of_training_replace_what_they_say(nf4, device):
+    """How often a training step of the tiny model calls which function, forward and backward."""
+    model, adapters = training.build(device, torch.bfloat16, "tiny")
+    ids = training.token_ids(device, (1, 8))
+    optimizer = torch.optim.AdamW(adapters, lr=0.0)
+    layers = 7 * training.SIZES["tiny"]["num_hidden_layers"]
+    ours = Calls(nf4.dequantize_nf4)
+    theirs = Calls(dequantize_4bit)
+    with (
+        mock.patch.object(nf4, "dequantize_nf4", ours),
+        mock.patch.object(bnb.functional, "dequantize_4bit", theirs),
+    ):
+        contexts = training.contexts_of(nf4, fewest=1)
+        counted = {}
+        for name in ("stock", "replaced", "ours"):
+            before = ours.number, theirs.number
+            with contexts[name]():
+                training.step(model, optimizer, ids)
+            counted[name] = ours.number - before[0], theirs.number - before[1]
+    # The first layer's q, k and v need no gradient of their input, the embedding.
+    assert counted == {
+        "stock": (0, layers - 3),
+        "replaced": (layers - 3, 0),
+        "ours": (2 * layers - 3, 0),
+    }
+
+
+class Calls:
+    """The function, and how often it was called."""
+
+    def __init__(self, function):
+        self.function, self.number = function, 0
+
+    def __call__(self, *arguments):
+        self.number += 1
+        return self.function(*arguments)
 
 
 def test_training_is_timed_in_turn(monkeypatch):
@@ -128,22 +258,24 @@ def test_training_is_timed_in_turn(monkeypatch):
 
     monkeypatch.setattr(training, "step", lambda *_: None)
     contexts = {name: functools.partial(context, name) for name in "ab"}
-    us = training.step_us(None, [torch.zeros(1, requires_grad=True)], torch.zeros(1), contexts)
-    assert "".join(order) == "baabba" and list(us) == ["a", "b"]
+    adapters = [torch.zeros(1, requires_grad=True)]
+    ms = training.step_ms(None, adapters, torch.zeros(1), contexts, turns=2)
+    assert "".join(order) == "baabba" and list(ms) == ["a", "b"]
 
 
-def count(tally, differing, compared):
+def count(tally, facts):
     tally["cases"] += 1
-    tally["weights"] += compared
-    tally["differing"] += differing
-    assert compared and differing == 0
+    tally["weights"] += facts["compared"]
+    tally["differing"] += facts["ours_differing"]
+    assert facts["compared"] and facts["ours_differing"] == 0
+    assert facts["wrong_differing"] > 0, "one wrong bit goes unnoticed"
 
 
-def record(tally, dtype, us):
+def record(tally, dtype, run, ms):
     """Prints the times per step; those of a GPU in bfloat16 go into the record."""
-    print(f"{dtype}:", *(f"{name} {value:,} us per step" for name, value in us.items()), sep="  ")
+    print(f"{run}, {dtype}:", *(f"{name} {value:.2f} ms" for name, value in ms.items()), sep="  ")
     if GPU and dtype == torch.bfloat16:
-        tally.update({f"training_step_ms_{name}": value / 1000 for name, value in us.items()})
+        tally.update({f"training_ms_{run}_{name}": value for name, value in ms.items()})
 
 
 @pytest.fixture(scope="module")
@@ -158,12 +290,11 @@ def unsloth_report():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_training_with_unsloth_or_ours(unsloth_report, tally, dtype):
-    facts = unsloth_report[str(dtype).removeprefix("torch.")]
-    count(tally, facts["differing"], facts["compared"])
-    assert facts["wrong_differing"] > 0, "one wrong bit goes unnoticed"
-    assert facts["stock_calls"] == facts["ours_calls"] > facts["ours_transposed"] > 0, "the hook was not used"
-    record(tally, dtype, {"unsloth": facts["stock_us"], "unsloth_ours": facts["ours_us"]})
+def test_training_with_unsloth_or_ours(nf4, unsloth_report, tally, dtype):
+    facts = unsloth_report[nf4.name_of(dtype)]
+    count(tally, facts)
+    assert facts["stock_calls"] == facts["ours_calls"] > facts["ours_transposed"] > 0
+    record(tally, dtype, "unsloth", facts["ms"])
 
 
 def test_deterministic_algorithms(nf4, pair):
@@ -179,7 +310,9 @@ def test_deterministic_algorithms(nf4, pair):
 
 @pytest.mark.gpu  # Triton's interpreter is no place for threads
 def test_threads(nf4):
-    pairs = [nf4.quantized((64, 128), dtype, "cuda", seed=seed) for seed in range(3) for dtype in DTYPES]
+    pairs = [
+        nf4.quantized((64, 128), dtype, "cuda", seed=seed) for seed in range(3) for dtype in DTYPES
+    ]
     wanted = [dequantize_4bit(*pair) for pair in pairs]
     torch.cuda.synchronize()
     start = threading.Barrier(4)
@@ -221,13 +354,15 @@ def test_a_second_gpu_that_is_not_current(nf4, tally):
     assert nf4.bits_differing(nf4.your_dequantize_nf4(layer).to("cuda:0"), want) == 0
 
 
-# A long run over many layers that come, change and go: right bits throughout, and no growth of memory. Wrong functions
-# are run as well: one that holds on to old results, and two that leak.
+# A long run over many layers that come, change and go: right bits throughout, and no growth of
+# memory. Wrong functions are run as well: one that holds on to old results, and two that leak.
 LAYERS, WARM_UP, CALLS = (300, 20_000, 80_000) if GPU else (12, 60, 300)
 CHANGES, CHECKS = (20, 50) if GPU else (4, 5)  # one in so many calls
 LOADED = [(512, 1024), (256, 256), (1024, 64), (128, 1000), (96, 640), (33, 65), (1, 4097), (7, 9)]
 LOADED = LOADED if GPU else [(32, 64), (8, 100), (3, 5), (1, 700)]
-TOLERANCE = 8 << 20  # bytes of the process, whose heap is never quite still: 105 in each of 80 000 calls
+TOLERANCE = (
+    8 << 20
+)  # bytes of the process, whose heap is never quite still: 105 in each of 80 000 calls
 
 
 def make(device, shape, dtype, nested):
@@ -241,7 +376,7 @@ def bytes_like(tensor):
 
 
 def change(layers, i, kind):
-    """Changes layer i in one of the ways of real life; sizes stay the same, and with them what all layers hold."""
+    """Changes layer i in one of the ways of real life; all sizes stay the same."""
     weight, state = layers[i]
     if kind == "layer":
         layers[i] = make(weight.device, state.shape, state.dtype, state.state2 is not None)
@@ -256,7 +391,9 @@ def change(layers, i, kind):
     elif kind == "absmax.data":
         state.absmax.data = state.absmax.flip(0)
     elif state.state2 is not None:
-        state.state2.absmax = state.state2.absmax * 1.5 if state.state2.absmax[0] < 1 else state.state2.absmax / 2
+        state.state2.absmax = (
+            state.state2.absmax * 1.5 if state.state2.absmax[0] < 1 else state.state2.absmax / 2
+        )
 
 
 KINDS = ("layer", "weight", "weight.data", "contents", "absmax", "absmax.data", "state2.absmax")
@@ -266,10 +403,13 @@ class Load:
     def __init__(self, nf4, device, tally):
         torch.manual_seed(0)
         self.nf4, self.tally, self.random = nf4, tally, random.Random(0)
-        self.layers = [make(device, LOADED[i % len(LOADED)], DTYPES[i % 3], nested=i % 5 > 0) for i in range(LAYERS)]
+        self.layers = [
+            make(device, LOADED[i % len(LOADED)], DTYPES[i % 3], nested=i % 5 > 0)
+            for i in range(LAYERS)
+        ]
 
     def run(self, function, calls):
-        """Calls function for random layers, changes some of them, and counts what differs from bitsandbytes."""
+        """Calls function for random layers, changes some of them, counts what differs."""
         wrong = 0
         for call in range(calls):
             i = self.random.randrange(LAYERS)
@@ -277,7 +417,9 @@ class Load:
                 change(self.layers, i, self.random.choice(KINDS))
             out = function(*self.layers[i])
             if call % CHECKS == 0:
-                wrong += helpers.differing(self.nf4, self.tally, out, helpers.expected(*self.layers[i]))
+                wrong += helpers.differing(
+                    self.nf4, self.tally, out, helpers.expected(*self.layers[i])
+                )
         return wrong
 
 
@@ -293,7 +435,7 @@ def memory():
 
 
 def growth(load, function, calls):
-    """How many bytes were added on the GPU and in the process by so many calls; how many weights differed."""
+    """Bytes added on the GPU and in the process by so many calls; how many weights differed."""
     before = memory()
     wrong = load.run(function, calls)
     return *(after - start for after, start in zip(memory(), before)), wrong
@@ -312,7 +454,10 @@ def test_long_run(nf4, device, tally):
 def test_held_results_are_found(nf4, device):
     held = {}
     load = Load(nf4, device, collections.Counter())
-    function = lambda weight, state: held.setdefault(id(state), nf4.dequantize_nf4(weight, state))  # noqa: E731
+
+    def function(weight, state):
+        return held.setdefault(id(state), nf4.dequantize_nf4(weight, state))
+
     try:
         assert load.run(function, WARM_UP) > 0
     except ValueError as error:  # another layer's, whose state had the same id
@@ -348,7 +493,9 @@ def test_the_comparison_can_fail(nf4):
 
 
 def test_the_harness_accepts_ours_and_refuses_a_wrong_one(nf4):
-    options = nf4.OPTIONS[1:2] if GPU else nf4.SMALL_OPTIONS  # bitsandbytes multiplies small matrices in its own way
+    options = (
+        nf4.OPTIONS[1:2] if GPU else nf4.SMALL_OPTIONS
+    )  # bitsandbytes multiplies small matrices in its own way
     assert nf4.test_dequantize(nf4.your_dequantize_nf4, loops=1, options=options) > 0
     wrong = lambda layer: nf4.your_dequantize_nf4(layer) * 1.01  # noqa: E731
     with pytest.raises(AssertionError):
@@ -371,118 +518,431 @@ def test_the_harness_refuses_other_layers(nf4, device):
         nf4.assert_correct_bnb(layer, torch.float16)
 
 
+def alive(out):
+    return StorageWeakRef(out.untyped_storage())
+
+
+def outputs_of(loop, X, mlp):
+    """What a loop of the harness holds: how many results live at each call, and their addresses."""
+    results, living = [], []
+
+    def fx(layer):
+        living.append(sum(not result.expired() for result in results))
+        out = torch.ones(4, 4, device=X.device)
+        results.append(alive(out))
+        addresses.append(out.data_ptr())
+        return out
+
+    addresses = []
+    returned = loop(X, mlp, fx)
+    living.append(sum(not result.expired() for result in results))
+    return living, addresses, returned
+
+
+def test_three_outputs_live_until_the_last_wait(nf4, device):
+    """As in the challenge's loop: each output is a block of its own, and the three are returned."""
+    mlp = types.SimpleNamespace(up_proj=1, gate_proj=2, down_proj=3, layers=lambda: (1, 2, 3))
+    X = torch.ones(1, device=device)
+    living, addresses, returned = outputs_of(nf4.mlp_dequantize, X, mlp)
+    assert living == [0, 1, 2, 3]
+    assert len(set(addresses)) == 3
+    assert [out.data_ptr() for out in returned] == addresses
+
+    def dropping(X, mlp, fx):  # as the loop once was
+        for layer in mlp.layers():
+            fx(layer).t()
+
+    living, _, returned = outputs_of(dropping, X, mlp)
+    assert living == [0, 0, 0, 0] and returned is None
+
+
+def test_each_output_is_waited_for(nf4, monkeypatch):
+    order = []
+
+    def fx(layer):
+        order.append(layer)
+        return torch.ones(2, 3)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
+    mlp = types.SimpleNamespace(up_proj="up", gate_proj="gate", down_proj="down")
+    X = types.SimpleNamespace(is_cuda=True)
+    outs = nf4.mlp_dequantize(X, mlp, fx)
+    assert order == ["up", "wait", "gate", "wait", "down", "wait"]
+    assert [tuple(out.shape) for out in outs] == [(3, 2)] * 3
+
+
 def test_races(nf4):
-    """A race times nothing whose bits are wrong."""
-    right = ("ours", nf4.your_dequantize_nf4, contextlib.nullcontext)
-    wrong = ("wrong", lambda layer: nf4.your_dequantize_nf4(layer) * 1.001, contextlib.nullcontext)
+    """A race times nothing whose bits are wrong; in each round all contenders take a turn."""
+    order = []
+
+    def noted(name, factor=1):
+        def fx(layer):
+            order.append(name)
+            return nf4.your_dequantize_nf4(layer) * factor
+
+        return nf4.Contender(name, fx, 1)
+
+    options = nf4.SMALL_OPTIONS
     with pytest.raises(AssertionError, match="b: wrong weights"):
-        nf4.race({"a": right, "b": wrong}, torch.float16, 1, 1, nf4.SMALL_OPTIONS)
-    seconds = nf4.race({"a": right}, torch.float16, 2, 1, nf4.SMALL_OPTIONS)["a"]
-    assert seconds.shape == (2, 3) and (seconds > 0).all()
+        nf4.race({"a": noted("a"), "b": noted("b", 1.001)}, torch.float16, 1, 1, options)
+    order.clear()
+    rows = nf4.race({"a": noted("a"), "b": noted("b")}, torch.bfloat16, 3, 2, options)
+    turns = "aaaaaabbbbbb" + "abbaab".replace("a", "a" * 6).replace("b", "b" * 6)  # 2 loops of 3
+    assert "".join(order) == turns * len(options)
+    expected = itertools.product(range(3), range(3), "ab")
+    assert sorted((row["option"], row["round"], row["who"]) for row in rows) == list(expected)
+    for row in rows:
+        assert set(row) == {"dtype", "option", "round", "who", "s"}
+        assert row["dtype"] == "bfloat16" and row["s"] > 0
 
 
-def test_a_slower_host_leaves_the_floor_as_it_is(nf4):
-    """The host is slower for half of the race, and turns while a round runs: ours meets it once more than bare."""
+def made_up_rows(nf4):
+    """Of ours: 1 s an option, 2 s in the second round; another takes 1.5, 2 and 3 times as long."""
+    rows = []
+    for dtype, turn in itertools.product(("float16", "bfloat16"), range(3)):
+        ours = 2.0 if turn == 1 else 1.0
+        factor = (1.5, 3.0, 2.0)[turn] * (2 if dtype == "bfloat16" else 1)
+        for option in range(3):
+            row = {"dtype": dtype, "option": option, "round": turn}
+            rows.append(row | {"who": "ours", "s": ours})
+            rows.append(row | {"who": "other", "s": ours * factor})
+    return rows
+
+
+def test_the_mix_takes_each_option_in_its_own_dtype(nf4):
+    frame = nf4.with_the_mix(made_up_rows(nf4))
+    mix = frame[frame.dtype == "original"]
+    assert len(frame) == 36 + 18 and len(mix) == 18
+    other = mix[(mix.who == "other") & (mix["round"] == 0)].sort_values("option")
+    assert other.s.tolist() == [1.5, 3.0, 3.0]  # fp16, bf16, bf16
+    assert frame.dtype.value_counts().to_dict() == {"float16": 18, "bfloat16": 18, "original": 18}
+
+
+def test_entries_take_ratios_within_a_round(nf4):
+    found = nf4.entries(nf4.with_the_mix(made_up_rows(nf4)), loops=100)
+    by_dtype = {entry["dtypes"]: entry for entry in found}
+    assert list(by_dtype) == ["float16", "bfloat16", "original"] and len(found) == 3
+    assert by_dtype["float16"]["ratio"] == {"median": 2.0, "low": 1.5, "high": 3.0}
+    assert by_dtype["bfloat16"]["ratio"] == {"median": 4.0, "low": 3.0, "high": 6.0}
+    ratio = by_dtype["original"]["ratio"]
+    assert ratio == pytest.approx({"median": 10 / 3, "low": 2.5, "high": 5.0})
+    entry = by_dtype["float16"]
+    assert entry["baseline"] == "other"
+    assert entry["ours_s"] == [3.0, 6.0, 3.0] and entry["baseline_s"] == [4.5, 18.0, 6.0]
+    # 100 loops of three calls, medians of the rounds: 1 s and 2 s
+    assert entry["ours_us"] == pytest.approx([1e6 / 300] * 3)
+    assert entry["baseline_us"] == pytest.approx([2e6 / 300] * 3)
+
+
+def test_a_slower_host_leaves_the_floor_as_it_is(nf4, monkeypatch):
+    """The host is slower for half of the race, and turns in a round: ours meets it once more."""
 
     def race(contenders, dtype, rounds=5, loops=1000):
-        turns = np.arange(rounds)[:, None].repeat(len(nf4.OPTIONS), axis=1)
-        seconds = {name: np.where(turns < rounds // 2, 1.4, 1.0) for name in contenders}
-        return seconds | {"ours": np.where(turns <= rounds // 2, 1.4, 1.0) * 1.05}
+        rows = []
+        for option, turn in itertools.product(range(len(nf4.OPTIONS)), range(rounds)):
+            seconds = {
+                "ours": 1.05 * (1.4 if turn <= rounds // 2 else 1.0),
+                "bare": 1.4 if turn < rounds // 2 else 1.0,
+            }
+            for who in contenders:
+                row = {"dtype": nf4.name_of(dtype), "option": option, "round": turn}
+                rows.append(row | {"who": who, "s": seconds[who]})
+        return rows
 
-    names = {"GPU": True, "RECORD": {}, "NOT_KEPT": [], "display": lambda _: None, "race": race}
-    helpers.run_cell("race-run", {**vars(nf4), **names})
-    assert names["RECORD"]["floor"] == dict.fromkeys(("float16", "bfloat16"), {"least": 1.05, "median": 1.05})
+    names = {"GPU": True, "RECORD": {}, "contenders": nf4.CONTENDERS, "race": race}
+    helpers.run_cell("floor-run", {**vars(nf4), **names})
+    floor = {"least": 1.05, "median": 1.05}
+    assert names["RECORD"]["floor"] == dict.fromkeys(("float16", "bfloat16"), floor)
+
+
+def test_without_a_bare_call_there_is_no_floor(nf4):
+    contenders = {name: nf4.CONTENDERS[name] for name in ("ours", "unsloth_today")}
+    names = {"GPU": True, "RECORD": {}, "contenders": contenders, "race": None}
+    helpers.run_cell("floor-run", {**vars(nf4), **names})
+    assert "floor" not in names["RECORD"]
+
+
+def test_the_three_launches_need_the_switch(nf4, monkeypatch, capsys):
+    """Without it today's path would be measured twice; so it is left out, and that is said."""
+    monkeypatch.setattr(nf4, "KEPT", {torch.device("cuda", 0): ""})
+    kernels = types.SimpleNamespace(_USE_NF4_KERNELS=True)
+    monkeypatch.setattr(nf4, "unsloth_kernels", kernels)
+    assert list(nf4.contenders_here()) == list(nf4.CONTENDERS) and not capsys.readouterr().out
+    with nf4.three_launches():
+        assert kernels._USE_NF4_KERNELS is False
+    assert kernels._USE_NF4_KERNELS is True
+
+    renamed = types.SimpleNamespace(_USE_KERNELS=True)
+    monkeypatch.setattr(nf4, "unsloth_kernels", renamed)
+    with pytest.raises(AttributeError, match="_USE_NF4_KERNELS"), nf4.three_launches():
+        pass
+    assert set(nf4.CONTENDERS) - set(nf4.contenders_here()) == {"unsloth_puzzle"}
+    assert "the three launches cannot be measured" in capsys.readouterr().out
+    assert "unsloth_puzzle" in nf4.CONTENDERS  # a copy was changed
+
+
+@pytest.mark.parametrize("kept", [{}, {torch.device("cuda", 0): "other bits"}])
+def test_without_kept_launches_there_is_no_bare_call(nf4, monkeypatch, capsys, kept):
+    monkeypatch.setattr(nf4, "KEPT", kept)
+    switch = types.SimpleNamespace(_USE_NF4_KERNELS=True)
+    monkeypatch.setattr(nf4, "unsloth_kernels", switch)
+    assert set(nf4.CONTENDERS) - set(nf4.contenders_here()) == {"bare"}
+    assert "no bare call" in capsys.readouterr().out
+
+
+@pytest.fixture
+def imitated_calls(nf4, monkeypatch):
+    """{what a contender's fx is: how many kernels it runs}; each of its calls is 1 us faster."""
+    kernels, us = {}, collections.Counter()
+
+    def imitated_us(function, layer, wait):
+        us[function, wait] += 1
+        return (50.0 if wait else 10.0) - us[function, wait]
+
+    monkeypatch.setattr(nf4, "kernels_of", lambda call: ["kernel"] * kernels[call.func])
+    monkeypatch.setattr(nf4, "call_us", imitated_us)
+    return kernels
+
+
+@pytest.fixture
+def two_layers(nf4):
+    mlp = nf4.build(nf4.SMALL_OPTIONS[0], torch.float16)[1]
+    return mlp.gate_proj, mlp.down_proj
+
+
+def test_calls_are_counted_and_timed(nf4, imitated_calls, two_layers):
+    inside = []
+
+    @contextlib.contextmanager
+    def context():
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def in_context(layer):
+        assert inside
+        return nf4.bnb_dequantize(layer)
+
+    imitated_calls |= {nf4.your_dequantize_nf4: 1, in_context: 4}
+    contenders = {
+        "ours": nf4.Contender("ours", nf4.your_dequantize_nf4, 1, 1),
+        "three": nf4.Contender("the three", in_context, 3, context=context),
+    }
+    assert nf4.time_calls(contenders, *two_layers, turns=3) == [
+        {"who": "ours", "kernels": 1, "issue_us": 7.0, "call_us": 47.0},
+        {"who": "three", "kernels": 4, "issue_us": 7.0, "call_us": 47.0},
+    ]
+
+
+@pytest.mark.parametrize("number, least, most", [(2, 1, 1), (1, 3, 99), (0, 1, 1)])
+def test_another_number_of_kernels_is_an_error(
+    nf4, imitated_calls, two_layers, number, least, most
+):
+    imitated_calls[nf4.your_dequantize_nf4] = number
+    contenders = {"ours": nf4.Contender("ours", nf4.your_dequantize_nf4, least, most)}
+    with pytest.raises(AssertionError, match=f"ours ran {number} kernels in a call"):
+        nf4.time_calls(contenders, *two_layers)
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_wrong_bits_are_not_timed(nf4, imitated_calls, two_layers, wrong):
+    def fx(layer):
+        return nf4.your_dequantize_nf4(layer) * (1.001 if layer is two_layers[wrong] else 1)
+
+    imitated_calls[fx] = 1
+    with pytest.raises(AssertionError, match="ours: wrong weights"):
+        nf4.time_calls({"ours": nf4.Contender("ours", fx, 1, 1)}, *two_layers)
+
+
+def test_what_the_contenders_claim(nf4):
+    """Kernels in a call, at least and at most."""
+    claims = {name: (each.kernels, each.most) for name, each in nf4.CONTENDERS.items()}
+    one = ("ours", "bare", "kernel_grid", "unsloth_today")
+    assert {name for name, claim in claims.items() if claim == (1, 1)} == set(one)
+    assert claims["unsloth_puzzle"][0] >= 3 and claims["peft"][0] >= 3
 
 
 @pytest.mark.gpu
-def test_a_candidate_that_fails_or_is_wrong_is_not_taken(nf4, monkeypatch):
-    launch, default = nf4.launch, nf4.DEFAULTS[2]
+def test_kernels_are_counted_by_the_profiler(nf4):
+    layer = nf4.build(nf4.OPTIONS[0], torch.float16)[1].gate_proj
+    for _ in range(2):  # launched, and kept
+        names = nf4.kernels_of(functools.partial(nf4.your_dequantize_nf4, layer))
+        assert ["_dequantize_nf4_kernel" in name for name in names] == [True]
+    by_grid = nf4.kernels_of(functools.partial(nf4.grid_dequantize, layer))
+    bare = nf4.kernels_of(functools.partial(nf4.bare_dequantize, layer))
+    assert by_grid == bare == names
+    want = nf4.bnb_dequantize(layer)
+    for dequantize in (nf4.grid_dequantize, nf4.bare_dequantize):
+        assert nf4.bits_differing(dequantize(layer), want) == 0
+    assert len(nf4.kernels_of(functools.partial(nf4.bnb_dequantize, layer))) > 1
 
-    def sometimes(described, setting=None, **options):
-        if setting and (setting.num_warps, setting.steps) == (2, 2):
-            raise RuntimeError("out of resources")
-        out, *rest = launch(described, setting, **options)
-        return out * 2 if setting and (setting.num_warps, setting.steps) == (4, 4) else out, *rest
 
-    monkeypatch.setattr(nf4, "launch", sometimes)
+@pytest.fixture
+def tuned(nf4, monkeypatch):
+    """tuned(us): runs tune on a small layer with imitated times, {(num_warps, steps): us}."""
+    quantized = nf4.quantized
+    device = "cuda" if GPU else "cpu"
     monkeypatch.setattr(nf4, "SETTINGS", {})
-    (results,) = nf4.tune((torch.float16,), (1024, 1024), (256, 256)).values()
-    assert "out of resources" in results["2 warps x 2 steps"] and "weights differ" in results["4 warps x 4 steps"]
-    assert sum("taken" in str(result) for result in results.values()) == 1
-    assert list(nf4.SETTINGS) == [(0, 2)] and nf4.SETTINGS[0, 2] not in (nf4.Setting(2, 2), nf4.Setting(4, 4))
-    assert default == nf4.DEFAULTS[2]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(nf4, "quantized", lambda shape, dtype, _: quantized(shape, dtype, device))
+
+    def run(us, dtype=torch.float16):
+        def imitated(functions):
+            return {
+                setting: us.get((setting.num_warps, setting.steps), 40.0) for setting in functions
+            }
+
+        monkeypatch.setattr(nf4, "kernel_us", imitated)
+        return nf4.tune((dtype,), (32, 256))
+
+    return run
 
 
 @pytest.mark.parametrize(
-    "us, slowed, taken",
+    "us, taken",
     [
-        ({}, False, "4 warps x 2 steps"),  # all alike: the default stays
-        ({"2 warps x 4 steps": 39.5}, False, "4 warps x 2 steps"),  # 1.25 % are not enough
-        ({"2 warps x 4 steps": 39.0}, False, "2 warps x 4 steps"),
-        ({"evict output": 30.0}, False, "evict output"),
-        ({"evict output": 30.0}, True, "4 warps x 2 steps"),
+        ({}, (4, 2)),  # all alike: the default stays
+        ({(2, 4): 39.5}, (4, 2)),  # 1.25 % are not enough
+        ({(2, 4): 39.1}, (2, 4)),
+        ({(2, 4): 39.0, (4, 4): 38.0}, (4, 4)),
+        ({(4, 2): 30.0}, (4, 2)),
     ],
 )
-def test_tuning_takes_what_wins_by_two_percent(nf4, monkeypatch, us, slowed, taken):
-    """With imitated times: `slowed` is the matmul that reads an output which has left the cache."""
+def test_tuning_takes_what_wins_by_two_percent(nf4, tuned, us, taken):
+    rows = tuned(us)
+    assert [(row["num_warps"], row["steps"]) for row in rows] == nf4.CANDIDATES
+    for row in rows:
+        setting = row["num_warps"], row["steps"]
+        wanted = {"dtype": "float16", "num_warps": setting[0], "steps": setting[1]}
+        wanted |= {"differing": 0, "error": None, "us": us.get(setting, 40.0)}
+        assert row == wanted | {"taken": setting == taken}
+    assert nf4.SETTINGS == {(0, 2): nf4.Setting(*taken)}
 
-    def imitated(functions):
-        if len(functions) == 2:  # the matmul after two of the settings
-            return {name: 12.0 if slowed and name == "evict output" else 10.0 for name in functions}
-        return {name: us.get(name, 40.0) for name in functions}
 
-    monkeypatch.setattr(nf4, "kernel_us", imitated)
-    monkeypatch.setattr(nf4, "SETTINGS", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    if not GPU:
-        real, ones = nf4.quantized, torch.ones
-        monkeypatch.setattr(nf4, "quantized", lambda shape, dtype, device: real(shape, dtype, "cpu"))
-        monkeypatch.setattr(nf4.torch, "ones", lambda *size, device=None, **options: ones(*size, **options))
-    (results,) = nf4.tune((torch.float16,), (32, 256), (16, 64)).values()
-    assert [name for name, result in results.items() if "taken" in str(result)] == [taken]
-    setting = nf4.SETTINGS[0, 2]
-    assert taken == ("evict output" if setting.evict == 2 else f"{setting.num_warps} warps x {setting.steps} steps")
-    assert len(results) <= 10 and ("with the matmul" in str(results["evict output"])) == slowed
+def test_tuning_in_fp32_compares_with_the_default_of_fp32(nf4, tuned):
+    rows = tuned({(4, 2): 39.5}, torch.float32)
+    (taken,) = [row for row in rows if row["taken"]]
+    assert (taken["num_warps"], taken["steps"]) == (4, 1)
+    assert nf4.SETTINGS == {(0, 4): nf4.DEFAULTS[4]}
+
+
+def test_a_candidate_that_fails_or_is_wrong_is_not_taken(nf4, tuned, monkeypatch):
+    """However fast it would be; not the default, either."""
+    launch = nf4.launch
+
+    def sometimes(described, setting=None, **options):
+        candidate = setting.num_warps, setting.steps
+        if candidate == (2, 2):
+            raise RuntimeError("out of resources")
+        out, *rest = launch(described, setting, **options)
+        return out * 2 if candidate in ((4, 4), (4, 2)) else out, *rest
+
+    monkeypatch.setattr(nf4, "launch", sometimes)
+    rows = tuned({(2, 2): 1.0, (4, 4): 1.0, (4, 2): 1.0, (2, 4): 30.0})
+    by_candidate = {(row["num_warps"], row["steps"]): row for row in rows}
+    failed = by_candidate[2, 2]
+    assert failed["error"] == "RuntimeError: out of resources" and failed["differing"] is None
+    for wrong in ((4, 4), (4, 2)):
+        assert by_candidate[wrong]["differing"] > 1000 and by_candidate[wrong]["error"] is None
+    for candidate in ((2, 2), (4, 4), (4, 2)):
+        assert by_candidate[candidate]["us"] is None and not by_candidate[candidate]["taken"]
+    assert [candidate for candidate, row in by_candidate.items() if row["taken"]] == [(2, 4)]
+    assert nf4.SETTINGS == {(0, 2): nf4.Setting(2, 4)}
 
 
 @pytest.fixture
 def marked(nf4):
     """A record that is worth every point, and the code of its kernel."""
-    compiled = dict(compiled=True, bit_equal=True, graphs=1)
-    harness = [
-        {"dtypes": dtypes, "baseline": baseline, "ratio": {"median": 1.2}}
-        for dtypes in ("float16", "bfloat16", "original")
-        for baseline in nf4.BASELINES
+    dtypes = ("float16", "bfloat16")
+    harness = []
+    for dtype, who in itertools.product((*dtypes, "original"), nf4.CONTENDERS):
+        if who != "ours":
+            harness.append({"dtypes": dtype, "baseline": who, "ratio": {"median": 1.2}})
+    compiled = []
+    for dtype, options in itertools.product(dtypes, nf4.COMPILE_RUNS):
+        row = {"function": "dequantization", "options": options, "dtype": dtype}
+        row |= {"graphs": 1, "graph_breaks": 0, "recompiles": 0}
+        compiled.append(row | {"bit_equal": True, "compiled": True})
+    record = {"exact": {"checked": 5, "differing": 0}, "launches": ["_dequantize_nf4_kernel"]}
+    record |= {"harness": harness, "compile": compiled}
+    ptx = "shfl.sync.idx.b32 ld.global.L1::evict_first.b32 shfl.sync.idx.b32"
+    return types.SimpleNamespace(record=record, ptx=ptx)
+
+
+def raced(marked, dtypes, median):
+    (entry,) = [
+        entry
+        for entry in marked.record["harness"]
+        if (entry["dtypes"], entry["baseline"]) == (dtypes, "unsloth_today")
     ]
-    record = {"exact": {"checked": 5, "differing": 0}, "launches": ["_dequantize_nf4_kernel"], "harness": harness}
-    record["compile"] = {"float16": compiled, "bfloat16": dict(compiled)}
-    return types.SimpleNamespace(record=record, ptx="shfl.sync.idx.b32 ld.global.L1::evict_first.b32")
+    entry["ratio"]["median"] = median
 
 
-POINTS = {  # what is worse -> (how, the criterion, the points that are left)
-    "nothing": (lambda m: None, "speedup", 5),
-    "12 %": (lambda m: m.record["harness"][0]["ratio"].update(median=1.12), "speedup", 3),
-    "6 %": (lambda m: m.record["harness"][3]["ratio"].update(median=1.06), "speedup", 1),
-    "1 %": (lambda m: m.record["harness"][6]["ratio"].update(median=1.01), "speedup", 0),
-    "slower": (lambda m: m.record["harness"][0]["ratio"].update(median=1.0), "speedup", -3),
-    "two kernels": (lambda m: m.record["launches"].append("copy"), "single Triton kernel", 0),
-    "not compiled": (lambda m: m.record["compile"]["bfloat16"].update(compiled=False), "works in torch.compile", -1),
-    "no assembly": (lambda m: setattr(m, "ptx", "evict"), "custom asm works", 0),
-    "wrong bits": (lambda m: m.record["exact"].update(differing=1), "custom asm works", 0),
-    "no hints": (lambda m: setattr(m, "ptx", "shfl.sync.idx"), "uses cache eviction", 0),
-    "no bf16": (lambda m: m.record.update(harness=m.record["harness"][:3]), "tested in f16 and bf16", -1),
+def without(marked, key, dtype):
+    """The record's rows of that key without those in the dtype."""
+    name = "dtypes" if key == "harness" else "dtype"
+    marked.record[key] = [row for row in marked.record[key] if row[name] != dtype]
+
+
+COMPILES = "works in torch.compile"
+TESTED = "tested in f16 and bf16"
+POINTS = {  # what is worse -> (how, the criterion, the points that are left, what is said)
+    "nothing": (lambda m: None, "speedup", 5, "1.20: the lowest median over today's Unsloth"),
+    "12 %": (lambda m: raced(m, "float16", 1.12), "speedup", 3, "1.12"),
+    "6 %": (lambda m: raced(m, "bfloat16", 1.06), "speedup", 1, "1.06"),
+    "1 %": (lambda m: raced(m, "original", 1.01), "speedup", 0, "1.01"),
+    "slower": (lambda m: raced(m, "float16", 1.0), "speedup", -3, "1.00"),
+    "no race in bf16": (lambda m: without(m, "harness", "bfloat16"), "speedup", -3, "0.00"),
+    "no race": (lambda m: m.record.update(harness=[]), "speedup", -3, "0.00"),
+    "two kernels": (
+        *(lambda m: m.record["launches"].append("copy"), "single Triton kernel", 0),
+        "in one call: _dequantize_nf4_kernel, copy",
+    ),
+    "no kernel": (
+        *(lambda m: m.record["launches"].clear(), "single Triton kernel", 0),
+        "in one call: none",
+    ),
+    "all compiled": (lambda m: None, COMPILES, 1, "6 of 6 compiled by Inductor, in one graph"),
+    "not compiled": (
+        *(lambda m: m.record["compile"][4].update(compiled=False), COMPILES, -1, "5 of 6"),
+    ),
+    "other bits": (
+        *(lambda m: m.record["compile"][0].update(bit_equal=False), COMPILES, -1, "5 of 6"),
+    ),
+    "two graphs": (lambda m: m.record["compile"][5].update(graphs=2), COMPILES, -1, "5 of 6"),
+    "nothing compiled": (lambda m: m.record["compile"].clear(), COMPILES, -1, "0 of 0"),
+    "bf16 not compiled": (lambda m: without(m, "compile", "bfloat16"), COMPILES, -1, "3 of 3"),
+    "fp16 not compiled": (lambda m: without(m, "compile", "float16"), COMPILES, -1, "3 of 3"),
+    "assembly": (lambda m: None, "custom asm works", 3, "2 shuffles in the compiled code"),
+    "no assembly": (lambda m: setattr(m, "ptx", "evict"), "custom asm works", 0, "0 shuffles"),
+    "wrong bits": (
+        *(lambda m: m.record["exact"].update(differing=1), "custom asm works", 0, "2 shuffles"),
+    ),
+    "hints": (lambda m: None, "uses cache eviction", 1, "L1::evict_first"),
+    "no hints": (
+        *(lambda m: setattr(m, "ptx", "shfl.sync.idx"), "uses cache eviction", 0),
+        "in the compiled code: none",
+    ),
+    "tested": (lambda m: None, TESTED, 1, "5 comparisons, 0 differ; raced in float16, bfloat16"),
+    "no bf16": (lambda m: without(m, "harness", "bfloat16"), TESTED, -1, "in float16, original"),
+    "bits differ": (lambda m: m.record["exact"].update(differing=1), TESTED, -1, "1 differ"),
+    "nothing compared": (
+        *(lambda m: m.record["exact"].update(checked=0), TESTED, -1, "0 comparisons"),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", POINTS)
 def test_the_marking_follows_the_challenge(nf4, marked, case):
-    worsen, criterion, points = POINTS[case]
+    worsen, criterion, points, said = POINTS[case]
     worsen(marked)
     rows = nf4.score(marked.record, marked.ptx)
-    assert rows[criterion]["points"] == points
-    assert sum(row["possible"] for row in rows.values()) == 14
+    (row,) = [row for row in rows if row["criterion"] == criterion]
+    assert row["points"] == points
+    assert said in row["evidence"]
+    assert sum(row["possible"] for row in rows) == 14
     if case == "nothing":
-        assert sum(row["points"] for row in rows.values()) == 14
+        assert sum(row["points"] for row in rows) == 14
 
 
 @pytest.mark.gpu
@@ -490,16 +950,19 @@ def test_the_marking_follows_the_challenge(nf4, marked, case):
 def test_memory_beyond_the_output(nf4, marked, monkeypatch, tmp_path, more):
     """What is freed while the one call runs hides nothing that the call allocates."""
     monkeypatch.chdir(tmp_path)
-    garbage = [torch.empty(1 << 23, device="cuda") for _ in range(2)]
+    garbage = [torch.empty(1 << 23, device="cuda") for _ in range(3)]
 
-    def call(layer):
+    def call(layer):  # twice to see its kernels, then once
         garbage.pop()
         torch.empty(more, dtype=torch.uint8, device="cuda")
         return nf4.dequantize_nf4(layer.weight, layer.weight.quant_state)
 
     figure = types.SimpleNamespace(savefig=lambda *_, **__: None)
-    names = {"GPU": True, "gpu": "NVIDIA Test", "RECORD": marked.record, "your_dequantize_nf4": call, "display": print}
-    names["axes"] = types.SimpleNamespace(figure=figure)
+    names = {"GPU": True, "gpu": "NVIDIA Test", "HERE": "NVIDIA Test", "RECORD": marked.record}
+    names |= {"your_dequantize_nf4": call, "show": lambda *_: None}
+    names |= {"formats_figure": figure, "calls_figure": figure}
     helpers.run_cell("score-run", {**vars(nf4), **names})
     found = json.loads((tmp_path / "results" / "nvidia-test.json").read_text())
-    assert found["memory"]["peak_extra_bytes"] == more
+    assert found["memory"]["peak_extra_bytes"] == more and garbage == []
+    assert ["_dequantize_nf4_kernel" in name for name in found["launches"]] == [True]
+    assert found["score"]["total"] == found["score"]["possible"] == 14

@@ -1,5 +1,6 @@
-"""tools/roads.py: every road gives bitsandbytes' bits, and its machine code is as long as results/roads.json says."""
+"""tools/roads.py: every road gives bitsandbytes' bits; results/roads.json counts its code."""
 
+import ast
 import json
 import os
 import subprocess
@@ -9,31 +10,99 @@ import pytest
 from helpers import ROOT
 
 RECORD = json.loads((ROOT / "results" / "roads.json").read_text())
+FACTS = {"step", "dtype", "us", "ceiling_us", "sm_75_instructions"}
+BY_HAND = "bf16 rounded by hand on its bits"
 
 
-def roads(argument):
-    """What the tool prints, in a process of its own, without this one's interpreter."""
+def python(*arguments):
+    """What a process of its own prints, in the tools' folder, without this one's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, ROOT / "tools" / "roads.py", argument]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, *arguments]
+    tools = ROOT / "tools"
+    done = subprocess.run(command, cwd=tools, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def counts():
+    """{road: {dtype: instructions per weight}}, as it is compiled now."""
+    return json.loads(python("roads.py", "--instructions").splitlines()[-1])
+
+
 def test_every_road_gives_the_same_bits():
-    assert roads("--check").count("no bit differs") == 4
+    assert python("roads.py", "--check").count("no bit differs") == 4
 
 
-def test_the_record_is_complete():
-    assert RECORD["rows"] and all(set(row) == {"decode", "float16", "bfloat16"} for row in RECORD["rows"])
+def test_a_wrong_road_is_found():
+    script = """
+import sys
+
+sys.argv.append("--check")
+import roads
+
+wrong = roads.helpers.load("roads_wrong", ("4 * (i ^ 1)) & 0xF", "4 * i) & 0xF"))
+roads.ROADS["wrong"] = wrong, roads.LOADS
+try:
+    roads.main(["--check"])
+except RuntimeError as error:
+    print(error)
+"""
+    assert "wrong: " in python("-c", script)
 
 
-def test_the_record_counts_what_is_compiled_now():
+def test_the_edits_of_our_kernel_are_there():
+    """Those whose counts are the same: the cache policies, and which loads come first."""
+    script = """
+import re
+
+import roads
+import sm_75
+
+found = {}
+for label, (module, setting) in roads.ROADS.items():
+    if setting == roads.SHUFFLES:
+        code = sm_75.compile_for(module, roads.torch.bfloat16, setting).asm
+        policies = sorted(set(re.findall(r"(?:ld|st)[.]global[.]L1::evict_[a-z]+", code["ptx"])))
+        loads = re.findall(r"tt[.]load .*tensor<128x!tt[.]ptr<(i8|i32)>>", code["ttir"])
+        found[label] = policies, loads
+print(found)
+"""
+    found = ast.literal_eval(python("-c", script).splitlines()[-1])
+    policies = ["ld.global.L1::evict_first", "ld.global.L1::evict_last"]
+    words, absmax = "i32", "i8"
+    loads = [words, words, absmax, absmax]
+    assert found == {
+        "words, the code by shuffles: ours": (policies, loads),
+        "two loops: all scales first": (policies, [absmax, absmax, words, words]),
+        "no eviction policy at all": ([], loads),
+        "the output evicted first, too": ([*policies, "st.global.L1::evict_first"], loads),
+        BY_HAND: (policies, loads),
+    }
+
+
+def test_the_record_is_complete(counts):
+    """Every label of the tool, in both dtypes and the tool's order; fp16 is not rounded by hand."""
+    wanted = []
+    for dtype in ("float16", "bfloat16"):
+        for label in counts:
+            if label != BY_HAND or dtype == "bfloat16":
+                wanted.append((label, dtype))
+    assert [(row["step"], row["dtype"]) for row in RECORD["rows"]] == wanted
+    assert list(RECORD["taught"]) == list(counts)
+    assert all(3 <= len(taught.split()) <= 5 for taught in RECORD["taught"].values())
+
+
+def test_the_record_has_facts():
+    assert RECORD["gpu"] and RECORD["date"] and len(RECORD["shape"]) == 2
+    for row in RECORD["rows"]:
+        assert set(row) == FACTS, row
+        assert row["us"] > 0 and row["ceiling_us"] > 0, row
+
+
+def test_the_record_counts_what_is_compiled_now(counts):
     triton = pytest.importorskip("triton")
     if RECORD["triton"] != triton.__version__:
         pytest.skip(f"the record is of Triton {RECORD['triton']}")
-    counts = json.loads(roads("--instructions").splitlines()[-1])
     for row in RECORD["rows"]:
-        recorded = {dtype: row[dtype] and row[dtype]["sm_75_instructions"] for dtype in ("float16", "bfloat16")}
-        assert counts.pop(row["decode"]) == recorded, row["decode"]
-    assert not counts
+        assert counts[row["step"]][row["dtype"]] == row["sm_75_instructions"], row

@@ -1,16 +1,16 @@
 """Executes the whole notebook, without a GPU, under the IPython and ipykernel that Colab has.
 
-    python tools/colab_jupyter.py                   installs all into a temporary environment, torch too
-    python tools/colab_jupyter.py --packages .venv  takes all but Jupyter from that environment, of the same Python
-    python tools/colab_jupyter.py --environment DIR makes the environment there and leaves it
-    python tools/colab_jupyter.py --record          also writes results/jupyter.json
+    python tools/colab_jupyter.py                    installs all into a temporary environment,
+                                                     torch, too
+    python tools/colab_jupyter.py --packages .venv   takes all but Jupyter from that environment, of
+                                                     the same Python
+    python tools/colab_jupyter.py --environment DIR  makes the environment there and leaves it
 
 Prints the versions, as the kernel itself tells them, and the notebook's last line.
 """
 
 import argparse
 import contextlib
-import datetime
 import json
 import subprocess
 import sys
@@ -19,13 +19,23 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-JUPYTER = {"ipython": "7.34.0", "ipykernel": "6.17.1", "jupyter_client": "7.4.9", "tornado": "6.5.7"}
-TORCH = ["--retries=1", "torch==2.13.0", "--extra-index-url=https://download.pytorch.org/whl/cpu"]
+JUPYTER = {
+    "ipython": "7.34.0",
+    "ipykernel": "6.17.1",
+    "jupyter_client": "7.4.9",
+    "tornado": "6.5.7",
+}
+TORCH = [
+    "--retries=1",
+    "torch==2.13.0",
+    "--extra-index-url=https://download.pytorch.org/whl/cpu",
+]
 ASK = """
 import json, sys
 import nbformat
 from nbclient import NotebookClient
-source = "import sys, IPython, ipykernel; print(IPython.__version__, ipykernel.__version__, sys.version.split()[0])"
+source = "import sys, IPython, ipykernel; "
+source += "print(IPython.__version__, ipykernel.__version__, sys.version.split()[0])"
 notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
 NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
 print(notebook.cells[0].outputs[0].text)
@@ -33,9 +43,10 @@ print(notebook.cells[0].outputs[0].text)
 
 
 def make_environment(folder, packages):
-    """The Python of a new environment with Colab's Jupyter and, from pip or from `packages`, the notebook's needs."""
+    """The Python of a new environment: Colab's Jupyter, the rest from pip or `packages`."""
     venv.create(folder, with_pip=True)
-    python, version = folder / "bin" / "python", f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    python = folder / "bin" / "python"
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     pins = [f"{name}=={number}" for name, number in JUPYTER.items()]
     subprocess.run([*pip, *pins], check=True)
@@ -49,12 +60,14 @@ def make_environment(folder, packages):
 
 
 def execute(python, folder):
-    """The last line of the notebook, run by record.py, which names a cell that fails. Prints what went to stderr."""
+    """The last line of the notebook, run by record.py. Prints what went to stderr."""
     command = [python, ROOT / "tools" / "record.py", "execute", folder]
     if subprocess.run(command, timeout=1200).returncode:
         raise SystemExit("the notebook fails under this Jupyter; the reason stands above")
     cells = json.loads((folder / "nf4_triton.ipynb").read_text())["cells"]
-    outputs = [output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]]
+    outputs = [
+        output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]
+    ]
     for output in outputs:
         if output.get("name") == "stderr":
             print("on stderr:", "".join(output["text"]).strip())
@@ -66,31 +79,31 @@ def execute(python, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--packages", type=Path, metavar="ENVIRONMENT")
     parser.add_argument("--environment", type=Path, metavar="DIR")
-    parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
-    if arguments.packages and not list(arguments.packages.glob(f"lib/python3.{sys.version_info[1]}/site-packages")):
-        parser.error(f"{arguments.packages} is no environment of Python 3.{sys.version_info[1]}")
+    minor = sys.version_info[1]
+    packages = arguments.packages
+    if packages and not list(packages.glob(f"lib/python3.{minor}/site-packages")):
+        parser.error(f"{packages} is no environment of Python 3.{minor}")
     if arguments.environment and arguments.environment.exists():
         parser.error(f"{arguments.environment} exists already")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        python = make_environment((arguments.environment or folder / "environment").resolve(), arguments.packages)
-        asked = subprocess.run([python, "-c", ASK], check=True, capture_output=True, text=True, cwd=folder)
+        environment = arguments.environment or folder / "environment"
+        python = make_environment(environment.resolve(), packages)
+        command = [python, "-c", ASK]
+        asked = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
         ipython, ipykernel, version = asked.stdout.split()
         print(f"IPython {ipython}, ipykernel {ipykernel}, Python {version}", flush=True)
-        if (ipython, ipykernel) != (JUPYTER["ipython"], JUPYTER["ipykernel"]):
-            raise SystemExit(
-                f"expected IPython {JUPYTER['ipython']} and ipykernel {JUPYTER['ipykernel']} in the kernel"
-            )
+        expected = JUPYTER["ipython"], JUPYTER["ipykernel"]
+        if (ipython, ipykernel) != expected:
+            raise SystemExit("expected IPython {} and ipykernel {} in the kernel".format(*expected))
         last_line = execute(python, folder / "run")
     print(last_line)
-    if arguments.record:
-        facts = {"ipython": ipython, "ipykernel": ipykernel, "python": version}
-        facts |= {"date": datetime.date.today().isoformat(), "last_line": last_line}
-        (ROOT / "results" / "jupyter.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

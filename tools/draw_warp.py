@@ -1,6 +1,7 @@
-"""Draw how a warp is the look-up table: into FILE.png, or else as the attachment warp.png of the notebook.
+"""Draws how a warp is the look-up table, and where a word's scale comes from.
 
-python tools/draw_warp.py [FILE.png]
+python tools/draw_warp.py            writes results/warp.png, and attaches it to the notebook
+python tools/draw_warp.py FILE.png   writes FILE.png alone
 """
 
 import base64
@@ -13,44 +14,71 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-NOTEBOOK = Path(__file__).resolve().parents[1] / "nf4_triton.ipynb"
-CODE = "–1.0 –0.6962 –0.5251 –0.3949 –0.2844 –0.1848 –0.0911 0.0 0.0796 0.1609 0.2461 0.3379 0.4407 0.5626 0.7230 1.0"
-CODE = CODE.split()  # with en dashes: a minus sign is wider than a lane's cell allows
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOK = ROOT / "nf4_triton.ipynb"
+PICTURE = ROOT / "results" / "warp.png"
+CODE = (  # with en dashes: a minus sign is wider than a lane's cell allows
+    "–1.0 –0.6962 –0.5251 –0.3949 –0.2844 –0.1848 –0.0911 0.0 "
+    "0.0796 0.1609 0.2461 0.3379 0.4407 0.5626 0.7230 1.0"
+).split()
 BYTES = bytes([0xA7, 0x3C, 0x5F, 0x08])  # as they lie in memory
-BLUE, ORANGE, GREY, INK = "#0072B2", "#D55E00", "#666666", "#222222"  # lane 5; the way of weight 0; labels; the rest
+BLUE = "#0072B2"  # thread 5
+ORANGE = "#D55E00"  # the way of its weight 0
+GREY = "#666666"  # labels, and what others hold
+INK = "#222222"
 PALE = {BLUE: "#E3EFF7", ORANGE: "#FBE3D2", GREY: "#F4F4F4"}
 
 
 def draw():
-    """The picture, as PNG; lengths are inches."""
-    figure = Figure(figsize=(8.6, 4.6), dpi=110)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 8.6), ylim=(0, 4.6))
+    """The picture, as PNG, 1000 pixels wide; lengths are inches."""
+    low = -1.22  # of the strip below, which was added last
+    figure = Figure(figsize=(8.6, 4.6 - low), dpi=1000 / 8.6)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 8.6), ylim=(low, 4.6))
     axes.axis("off")
 
     def text(x, y, string, size=9.5, color=INK, ha="left", mono=False, **more):
         family = "DejaVu Sans Mono" if mono else "DejaVu Sans"
-        artist = axes.text(x, y, string, size=size, color=color, ha=ha, family=family, zorder=4, **more)
+        artist = axes.text(
+            x, y, string, size=size, color=color, ha=ha, family=family, zorder=4, **more
+        )
         return artist.get_window_extent().x1 / figure.dpi  # where it ends
 
     def box(x, y, width, height, color, fill=None):
         edge, z = {GREY: ("#BBBBBB", 1), BLUE: (BLUE, 2), ORANGE: (ORANGE, 3)}[color]
-        axes.add_patch(Rectangle((x, y), width, height, ec=edge, fc=fill or PALE[color], lw=0.9, zorder=z))
+        axes.add_patch(
+            Rectangle((x, y), width, height, ec=edge, fc=fill or PALE[color], lw=0.9, zorder=z)
+        )
 
     def arrow(*points, color=ORANGE, width=1.6):
         axes.plot(*zip(*points[:-1]), color=color, lw=width, solid_joinstyle="miter", zorder=4)
         style = {"arrowstyle": "-|>,head_width=0.2,head_length=0.42", "color": color, "lw": width}
-        axes.annotate("", points[-1], points[-2], arrowprops=style | {"shrinkA": 0, "shrinkB": 0}, zorder=4)
+        axes.annotate(
+            "", points[-1], points[-2], arrowprops=style | {"shrinkA": 0, "shrinkB": 0}, zorder=4
+        )
 
     left, right, column = 0.1, 8.5, 1.05  # a column for each of the eight weights, two lanes wide
     nibbles = [nibble for byte in BYTES for nibble in (byte >> 4, byte & 0xF)]
     word, chosen = int.from_bytes(BYTES, "little"), nibbles[0]
-    first, lane = left + column / 2, left + (chosen + 0.5) * column / 2  # where weight 0 and its lane stand
+    first, lane = (
+        left + column / 2,
+        left + (chosen + 0.5) * column / 2,
+    )  # where weight 0 and its lane stand
 
-    end = text(left, 4.39, "Lane 5's word:", color=BLUE, weight="bold")
-    text(end + 0.07, 4.39, "four bytes in memory order, the first weight of each in its high nibble")
+    end = text(left, 4.39, "Thread 5's word:", color=BLUE, weight="bold")
+    text(
+        end + 0.07, 4.39, "four bytes in memory order, the first weight of each in its high nibble"
+    )
     text(right, 4.39, f"word = 0x{word:08X}", ha="right", mono=True)
     for i, byte in enumerate(BYTES):
-        text(left + (2 * i + 1) * column, 4.13, f"byte {i} = 0x{byte:02X}", 9, GREY, "center", mono=True)
+        text(
+            left + (2 * i + 1) * column,
+            4.13,
+            f"byte {i} = 0x{byte:02X}",
+            9,
+            GREY,
+            "center",
+            mono=True,
+        )
     axes.vlines([left + 2 * i * column for i in range(5)], 3.62, 4.05, color=BLUE, lw=2.2, zorder=5)
 
     arrow((first, 3.62), (first, 3.4))
@@ -62,11 +90,12 @@ def draw():
 
     end = text(left, 2.81, "The warp is the table:", weight="bold")
     text(end + 0.07, 2.81, "lane i holds code[i], and lanes 16 to 31 hold it again")
+    text(lane + 0.12, 2.81, "Thread 5 is lane 5.", color=BLUE)
     for i, code in enumerate(CODE):
         x, color = left + i * column / 2, {chosen: ORANGE, 5: BLUE}.get(i, GREY)
         box(x, 2.2, column / 2, 0.5, color)
         text(x + column / 4, 2.52, f"lane {i}", 8, color, "center")
-        text(x + column / 4, 2.3, code, 8.5, ha="center")
+        text(x + column / 4, 2.3, code, 8.0, ha="center")
 
     arrow((lane, 2.2), (lane, 1.85), (first, 1.85), (first, 1.55))
     text(first + 0.1, 1.95, "shfl.sync.idx.b32 w0, code, nibble, 0x101f, -1", mono=True)
@@ -88,18 +117,68 @@ def draw():
     end = text(left, 0.14, "One store of 16 bytes:", color=BLUE, weight="bold")
     text(end + 0.07, 0.14, "each product, in fp32, is rounded once to 16 bits")
 
+    axes.axhline(-0.06, left / 8.6, right / 8.6, color="#BBBBBB", lw=0.9)
+    end = text(left, -0.3, "Its scale:", color=BLUE, weight="bold")
+    text(
+        end + 0.07,
+        -0.3,
+        "one for a block of 64 weights, the words of eight threads; each thread loads its own",
+    )
+    top, height = -0.52, 0.4
+    middle = top - height / 2
+    for i in range(8):
+        x, color = left + 0.3 * i, BLUE if i == 5 else GREY
+        box(x, top - height, 0.3, height, color)
+        bold = "bold" if i == 5 else "normal"
+        text(x + 0.15, middle - 0.045, f"{i}", 9.5, color, "center", weight=bold)
+    text(left + 1.2, top - height - 0.2, "block 0: words 0 to 7", 8.5, GREY, "center")
+    factors = [  # where it begins, its width, what stands before, in, and below it
+        (2.85, 0.8, "", "absmax", "a byte per block", BLUE),
+        (4.0, 1.25, "", "code2[absmax]", "fp32, one of 256", GREY),
+        (5.5, 0.85, "×", "absmax2", "per 256 blocks", GREY),
+        (6.6, 0.65, "+", "offset", "per tensor", GREY),
+        (7.5, 1.0, "=", "scale", "of 64 weights", BLUE),
+    ]
+    for x, width, before, inside, below, color in factors:
+        box(x, top - height, width, height, color, "white" if inside == "scale" else None)
+        bold = "bold" if inside == "scale" else "normal"
+        text(x + width / 2, middle - 0.045, inside, 10, INK, "center", weight=bold)
+        text(x + width / 2, top - height - 0.2, below, 8.5, GREY, "center")
+        text(x - 0.125, middle - 0.05, before, 11, INK, "center")
+    arrow((left + 2.4, middle), (2.85, middle), color=BLUE, width=1.2)
+    arrow((3.65, middle), (4.0, middle), color=BLUE, width=1.2)
+
     drawn, png = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, facecolor="white")
-    Image.open(drawn).convert("RGB").quantize(64).save(png, "png", optimize=True)  # a third of the bytes
+    Image.open(drawn).convert("RGB").quantize(64).save(
+        png, "png", optimize=True
+    )  # a third of the bytes
     return png.getvalue()
 
 
 def attach(png, notebook=NOTEBOOK):
+    """The picture becomes an attachment of the one cell that shows it; nothing else changes."""
     content = nbformat.read(notebook, as_version=nbformat.NO_CONVERT)
-    (cell,) = (c for c in content.cells if c.cell_type == "markdown" and "attachment:warp.png" in c.source)
-    cell.attachments = {"warp.png": {"image/png": base64.b64encode(png).decode()}}
+    showing = []
+    for cell in content.cells:
+        if cell.cell_type == "markdown" and "attachment:warp.png" in cell.source:
+            showing.append(cell)
+    if len(showing) != 1:
+        found = f"{len(showing)} of {notebook.name}'s cells show attachment:warp.png"
+        raise SystemExit(f"expected one, but {found}; nothing was attached")
+    attachments = showing[0].setdefault("attachments", {})
+    attachments["warp.png"] = {"image/png": base64.b64encode(png).decode()}
     nbformat.write(content, notebook)
 
 
+def main(arguments):
+    png = draw()
+    if arguments:
+        Path(arguments[0]).write_bytes(png)
+    else:
+        PICTURE.write_bytes(png)
+        attach(png)
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_bytes(draw()) if sys.argv[1:] else attach(draw())
+    main(sys.argv[1:])

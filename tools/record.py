@@ -1,199 +1,455 @@
 """Runs the notebook, and keeps what is stated true to what was measured.
 
-    python tools/record.py execute DIR    runs the notebook in DIR and leaves it there, on a GPU with its record
-    python tools/record.py adopt DIR      takes such a run in: outputs, record, picture, and all that is stated
-    python tools/record.py refresh        only states anew what stands in results/
+    python tools/record.py execute DIR          runs the notebook in DIR and leaves it there, on a
+                                                GPU with its record
+    python tools/record.py adopt DIR [DIR ...]  takes such runs in: outputs, record, pictures, and
+                                                all that is stated
+    python tools/record.py refresh              only states anew what stands in results/
 
-A run of Colab's is adopted the same way: put its notebook (as nf4_triton.ipynb) and its results/ into DIR. Two files
-may lie beside them, robustness.json (`pytest tests --tally FILE`) and t4_rehearsal.json (`tools/rehearse_t4.py`).
+All runs of a day on one GPU are adopted by one command. Each goes into the list of runs,
+results/<gpu>-runs.json. The record, the outputs and the pictures that are shown are those of the
+median run among the folders given, by its ratio over today's Unsloth in fp16 (of an even number,
+the lower of the two in the middle). Where anything speaks against one of the runs, it is said, and
+nothing changes.
 
-Stated in markdown are tables, between <!-- record:start --> and <!-- record:end -->, and figures, between their place
-in results/, as in <!-- =nvidia-h200/exact/checked -->, and <!-- / -->. What lies between <!-- unmeasured:start --> and
-<!-- unmeasured:end --> goes when a T4's run is adopted.
+A run of Colab's is adopted the same way: put its notebook (as nf4_triton.ipynb) and its results/
+into DIR. Two files may lie beside them, robustness.json (`pytest tests --tally FILE`) and
+t4_rehearsal.json (`tools/rehearse_t4.py`).
+
+Stated in markdown are tables, between <!-- record:start --> and <!-- record:end --> (`ladder`, of
+results/roads.json, likewise), and figures, between their place in results/, as in
+<!-- =nvidia-h200/exact/checked -->, and <!-- / -->, with as many digits as stand there. What lies
+between <!-- unmeasured:start --> and <!-- unmeasured:end --> goes when a T4's run is adopted.
 """
 
 import hashlib
+import importlib
 import json
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
-import nbformat
-
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOK, README, RESULTS = ROOT / "nf4_triton.ipynb", ROOT / "README.md", ROOT / "results"
+NOTEBOOK = ROOT / "nf4_triton.ipynb"
+README = ROOT / "README.md"
+RESULTS = ROOT / "results"
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "original": "the challenge's mix"}
-BASELINES = {
+BASELINES = {  # the rows of the table; a contender that does not exist on a machine has none
     "unsloth_today": "today's Unsloth ({unsloth})",
     "unsloth_puzzle": "the three launches of the challenge's day",
     "peft": "PEFT ({peft})",
+    "kernel_grid": "ours through `kernel[grid]`",
 }
-MEASURED = "gpu capability date versions harness floor kernel formats host call memory launches exact compile score"
-FROM_TESTS = "robustness", "t4_rehearsal"  # entries of the record that lie beside a run
+MEASURED = (
+    "gpu capability date versions cpu cores exact tune formats bandwidth calls host official_s "
+    "harness floor compile t4_estimate launches memory score"
+).split()
+PICTURES = ("formats", "calls")  # <gpu>-formats.png, <gpu>-calls.png
+FROM_TESTS = ("robustness", "t4_rehearsal")  # entries of the record that lie beside a run
+SILENT = ("install", "environment", "floor-run")  # cells that may have nothing to say
 FIGURE = re.compile(r"<!-- =(\S+) -->(.*?)<!-- / -->")
 UNMEASURED = re.compile(r"<!-- unmeasured:start -->.*?<!-- unmeasured:end -->\n*", re.S)
+INSTALL = "python3 -m venv .venv && .venv/bin/pip install -q papermill ipykernel"
+NOTHING = "nothing was adopted"
+
+
+def required(name):
+    """The module; SystemExit says how to get it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        command = f"{INSTALL} && .venv/bin/python tools/record.py execute run"
+        raise SystemExit(f"{sys.executable} has no {name}; run `{command}`") from None
+
+
+nbformat = required("nbformat")
+
+
+# Running.
 
 
 def run(folder):
-    """The notebook, executed in the folder and left there; SystemExit names the cell that fails."""
-    import papermill
-
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [str(path) for path in (NOTEBOOK, folder / NOTEBOOK.name, folder)]
+    """The notebook, executed in the folder and left there; SystemExit says what to repeat."""
+    papermill, _ = required("papermill"), required("ipykernel")
+    command = [sys.executable, str(Path(__file__).resolve()), "execute", str(folder)]
+    columns = shutil.get_terminal_size().columns  # 80 where a terminal does not know its width
     try:
-        return papermill.execute_notebook(*paths[:2], cwd=paths[2], kernel_name="python3", coalesce_streams=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        return papermill.execute_notebook(
+            NOTEBOOK,
+            folder / NOTEBOOK.name,
+            cwd=folder,
+            kernel_name="python3",
+            coalesce_streams=True,
+            # A bar that asked for the screen's rows would stay hidden where there are 0.
+            progress_bar={"ascii": True, "ncols": max(20, columns - 1), "nrows": 24},
+            # Else ipykernel begins with a warning about TCP, and ends an interrupted run with a
+            # traceback of its own. What a cell prints or raises is in the notebook.
+            extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
+        )
     except papermill.PapermillExecutionError as error:
-        raise SystemExit(f"failed: cell {error.cell_index}: {error.ename}: {error.evalue}") from None
+        what = f"failed: cell {error.cell_index}: {error.ename}: {error.evalue}"
+    except KeyboardInterrupt:
+        what = "interrupted"
+    except Exception as error:  # a full disk, a kernel that died
+        what = f"failed: {type(error).__name__}: {error}"
+    raise SystemExit(f"\n{what}\nto run it again: {shlex.join(command)}")
 
 
 def execute(folder):
     """Runs the notebook and says what came of it."""
-    notebook, paths = run(folder), list((folder / "results").glob("*.json"))
-    for record in (json.loads(path.read_text()) for path in paths):
-        print(f"\n{ratios(record, [summary(record)])}\n\nlaunches are kept: {record['host']['kept']}")
-        for dtype, facts in record["compile"].items():
-            print(f"torch.compile, {dtype}: {', '.join(f'{name} {value}' for name, value in facts.items())}")
+    notebook = run(folder)
+    paths = list((folder / "results").glob("*.json"))
+    for path in paths:
+        record = json.loads(path.read_text())
+        print(f"\n{record_table(record, [summary(record)])}\n")
+        print(f"launches are kept: {record['host']['kept']}")
+        for row in record["compile"]:
+            print("torch.compile:", ", ".join(f"{name} {value}" for name, value in row.items()))
     if not paths:
-        outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-        print(*(o.text for o in outputs if "differ" in o.get("text", "")), sep="", end="No GPU: no speed is claimed.\n")
+        for line in texts(notebook).splitlines():
+            if "differ" in line:
+                print(line)
+        print("No GPU: no speed is claimed.")
     print(f"\nexecuted: {folder / NOTEBOOK.name}", *(f"record: {path}" for path in paths))
-
-
-def slug(gpu):
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower())
-
-
-def load(name, default=None):
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if default is None or path.exists() else default
-
-
-def save(name, value):
-    (RESULTS / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
-
-
-def records():
-    """The record of each GPU, a T4's first, then by name."""
-    found = [record for record in map(load, (path.stem for path in RESULTS.glob("*.json"))) if "harness" in record]
-    return sorted(found, key=lambda record: ("T4" not in record["gpu"], record["gpu"]))
-
-
-def summary(record):
-    """A run in a few figures, for the list of runs."""
-    entries = [(entry["baseline"], entry["dtypes"], entry["ratio"]["median"]) for entry in record["harness"]]
-    medians = {name: {dtypes: ratio for baseline, dtypes, ratio in entries if baseline == name} for name in BASELINES}
-    return {"date": record["date"], "ratios": medians, "host": record["host"], "floor": record["floor"]}
-
-
-def ratios(record, runs):
-    """The last run's medians as a markdown table, each with the least and the greatest of the runs on that GPU."""
-    name = record["gpu"] + (f", only rehearsed on {record['rehearsed_on']}" if record.get("rehearsed") else "")
-    lines = [f"| **{name}**, {record['date']}: speedup over | {' | '.join(DTYPES.values())} |", "|---|---|---|---|"]
-    for baseline, label in BASELINES.items():
-        medians = [[run["ratios"][baseline][dtype] for run in runs] for dtype in DTYPES]
-        cells = " | ".join(f"**{each[-1]:.2f}** ({min(each):.2f} to {max(each):.2f})" for each in medians)
-        lines.append(f"| {label.format(**record['versions'])} | {cells} |")
-    lines += ["", "| compared bit for bit | differ | points on this GPU | recorded runs |", "|---|---|---|---|"]
-    exact, points = record["exact"], "{total} of {possible}".format(**record["score"])
-    return "\n".join([*lines, f"| {exact['checked']:,} | {exact['differing']} | {points} | {len(runs)} |"])
-
-
-def roads(rows):
-    """The decodes that lost, as a markdown table."""
-    lines = ["| decode | fp16, µs | bf16, µs | fp16, instructions | bf16, instructions |", "|---|---|---|---|---|"]
-    for row in rows:
-        facts = [(row[dtype], key) for key in ("us", "sm_75_instructions") for dtype in ("float16", "bfloat16")]
-        cells = " | ".join(f"{fact[key]:.1f}" if fact else "" for fact, key in facts)
-        lines.append(f"| {row['decode']} | {cells} |")
-    return "\n".join(lines)
-
-
-def figure(found):
-    """A figure's mark with what stands at its place in results/, rounded as what it replaces was."""
-    name, *keys = found[1].split("/")
-    value = load(name)
-    for key in keys:
-        value = value[int(key)] if isinstance(value, list) else value[key]
-    digits = f".{len(found[2].partition('.')[2])}f" if isinstance(value, float) else ""
-    return f"<!-- ={found[1]} -->{value if isinstance(value, str) else format(value, ',' + digits)}<!-- / -->"
-
-
-def restated(text):
-    """A markdown text with its tables and figures as they are recorded."""
-    found = records()
-    tables = {
-        "record": "\n\n".join(ratios(record, load(slug(record["gpu"]) + "-runs")) for record in found),
-        "roads": roads(load("roads")["rows"]),
-    }
-    for name, table in tables.items():
-        start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
-        if start in text:
-            text = f"{text.split(start)[0]}{start}\n{table}\n{end}{text.split(end)[1]}"
-    measured = any("T4" in record["gpu"] for record in found)
-    return FIGURE.sub(figure, UNMEASURED.sub("", text) if measured else text)
-
-
-def refresh():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            cell.source = restated(cell.source)
-    nbformat.write(notebook, NOTEBOOK)
-    README.write_text(restated(README.read_text()))
 
 
 def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+def texts(notebook):
+    """What the cells printed."""
+    found = []
+    for cell in code_cells(notebook):
+        found += [output.get("text", "") for output in cell.outputs]
+    return "".join(found)
+
+
+# What is stated.
+
+
+def slug(gpu):
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower())
+
+
+def load_all():
+    """{name: what results/<name>.json holds}"""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def records(results):
+    """The record of each GPU, a T4's first, then by name."""
+    found = [value for value in results.values() if "harness" in value]
+    return sorted(found, key=lambda record: ("T4" not in record["gpu"], record["gpu"]))
+
+
+def summary(record):
+    """A run in a few figures, for the list of runs."""
+    ratios = {}
+    for entry in record["harness"]:
+        ratios.setdefault(entry["baseline"], {})[entry["dtypes"]] = entry["ratio"]["median"]
+    found = {name: record[name] for name in ("date", "cpu", "cores")} | {"ratios": ratios}
+    found |= {name: record[name] for name in ("host", "official_s")}
+    return found | {"floor": record.get("floor")}
+
+
+def record_table(record, runs):
+    """Two markdown tables: the run that is shown, beside each ratio the range of all runs."""
+    name = record["gpu"]
+    if record.get("rehearsed"):
+        name += f", only rehearsed on {record['rehearsed_on']}"
+    titles = [f"**{name}**, {record['date']}: speedup over", *DTYPES.values()]
+    shown = summary(record)["ratios"]
+    rows = []
+    for baseline, label in BASELINES.items():
+        if baseline not in shown:
+            continue
+        cells = [label.format(**record["versions"])]
+        for dtype in DTYPES:
+            medians = [run["ratios"][baseline][dtype] for run in runs if baseline in run["ratios"]]
+            spread = f"runs {min(medians):.2f} to {max(medians):.2f}"
+            cells.append(f"**{shown[baseline][dtype]:.2f}** ({spread})")
+        rows.append(cells)
+    tables = [markdown_table(titles, rows)]
+    exact, score, gpu = record["exact"], record["score"], record["gpu"]
+    article = "an" if gpu.startswith(("NVIDIA", "A")) else "a"
+    titles = ["host", "compared bit for bit", "differ", "points", "recorded runs"]
+    row = [f"{record['cpu']}, {record['cores']} cores", f"{exact['checked']:,}", exact["differing"]]
+    row += [f"{score['total']} of {score['possible']} on {article} {gpu}", len(runs)]
+    tables.append(markdown_table(titles, [row]))
+    if record.get("median_of"):
+        shown_is = f"Shown is {rule(record['median_of'])}"
+        tables.append(f"{shown_is}; *runs*: the least and the greatest of all recorded runs.")
+    return "\n\n".join(tables)
+
+
+def rule(n_runs):
+    return f"the median run of {n_runs} by its ratio over today's Unsloth in fp16"
+
+
+def ladder_table(roads):
+    """The steps to the kernel as a markdown table, in the order in which they were measured."""
+    facts, steps = {}, []
+    for row in roads["rows"]:
+        facts[row["step"], row["dtype"]] = row
+        if row["step"] not in steps:
+            steps.append(row["step"])
+    titles = ["step", "fp16, % of the ceiling", "bf16, %", "fp16, instructions for a T4"]
+    rows = []
+    for step in steps:
+        both = [facts.get((step, dtype), {}) for dtype in ("float16", "bfloat16")]
+        shares = [
+            f"{100 * row['ceiling_us'] / row['us']:.0f}" if row.get("us") else "" for row in both
+        ]
+        counts = [row.get("sm_75_instructions") for row in both]
+        counts = ["" if count is None else f"{count:.1f}" for count in counts]
+        rows.append([step, *shares, *counts, roads["taught"].get(step, "")])
+    return markdown_table([*titles, "bf16, instructions", "what it taught"], rows)
+
+
+def markdown_table(titles, rows):
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def figure(found, results):
+    """A figure's mark with what stands at its place in results/, with as many digits as before."""
+    place, stated = found[1], found[2]
+    value = results
+    try:
+        for key in place.split("/"):
+            value = value[int(key)] if isinstance(value, list) else value[key]
+    except (LookupError, TypeError, ValueError):
+        raise LookupError(f"results/ has nothing at {place}, which is stated as {stated}") from None
+    if isinstance(value, float):
+        digits = len(stated.partition(".")[2])
+        value = f"{value:,.{digits}f}"
+    elif not isinstance(value, str):
+        value = f"{value:,}"
+    return f"<!-- ={place} -->{value}<!-- / -->"
+
+
+def restated(text, results):
+    """A markdown text with its tables and figures as they are recorded."""
+    found = records(results)
+    for name in ("record", "ladder"):
+        start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
+        if start not in text:
+            continue
+        if name == "ladder":
+            table = ladder_table(results["roads"])
+        else:
+            tables = [record_table(each, results[f"{slug(each['gpu'])}-runs"]) for each in found]
+            table = "\n\n".join(tables)
+        text = f"{text.split(start)[0]}{start}\n{table}\n{end}{text.split(end)[1]}"
+    if any("T4" in record["gpu"] for record in found):
+        text = UNMEASURED.sub("", text)
+    return FIGURE.sub(lambda mark: figure(mark, results), text)
+
+
+def stated_files(notebook, results):
+    """{path: contents} of the documents; the notebook's markdown is changed in place."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = restated(cell.source, results)
+    readme = restated(README.read_text(), results)
+    return {NOTEBOOK: (nbformat.writes(notebook) + "\n").encode(), README: readme.encode()}
+
+
+def refresh():
+    try:
+        write(stated_files(nbformat.read(NOTEBOOK, as_version=4), load_all()))
+    except (LookupError, OSError) as error:
+        raise SystemExit(f"{said(error)}: nothing was changed") from None
+
+
+def write(files):
+    """Writes all or nothing: first beside each file, then in its place."""
+    unfinished = {path.with_name(path.name + ".tmp"): path for path in files}
+    try:
+        for path, final in unfinished.items():
+            path.write_bytes(files[final])
+    except OSError:
+        for path in unfinished:
+            path.unlink(missing_ok=True)
+        raise
+    for path, final in unfinished.items():
+        path.replace(final)
+
+
+def said(error):
+    """An error's text; a KeyError's is the key alone."""
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
+
+
+# Taking runs in.
+
+
 def code_hashes(notebook):
-    """{cell id: hash} of the code cells, comments aside: outputs belong to the code that they were made by."""
-    code = {cell.id: re.sub(r"(^|\s+)# .*$", "", cell.source, flags=re.M) for cell in code_cells(notebook)}
-    return {name: hashlib.sha256(source.encode()).hexdigest()[:16] for name, source in code.items()}
+    """{cell id: hash} of the code cells, comments aside: outputs belong to the code."""
+    found = {}
+    for cell in code_cells(notebook):
+        code = re.sub(r"(^|\s+)# .*$", "", cell.source, flags=re.M)
+        found[cell.id] = hashlib.sha256(code.encode()).hexdigest()[:16]
+    return found
 
 
-def missing(executed, notebook, record, name):
+class Run:
+    """What a run left in a folder; ValueError for what cannot be read."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        found = list((folder / "results").glob("*.json"))
+        if len(found) != 1 or not (folder / NOTEBOOK.name).exists():
+            raise ValueError(f"expected {NOTEBOOK.name} and one results/*.json")
+        self.name = found[0].stem
+        self.record = readable(found[0])
+        self.beside = {}
+        for entry in FROM_TESTS:
+            if (folder / f"{entry}.json").exists():
+                self.beside[entry] = readable(folder / f"{entry}.json")
+        self.pictures = [folder / "results" / f"{self.name}-{kind}.png" for kind in PICTURES]
+        try:
+            self.notebook = nbformat.read(folder / NOTEBOOK.name, as_version=4)
+        except Exception as error:  # nbformat has many kinds
+            raise ValueError(f"{NOTEBOOK.name} cannot be read: {type(error).__name__}") from None
+
+
+def readable(path):
+    """The object in a JSON file."""
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not complete JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name} holds no JSON object")
+    return value
+
+
+def objections(run, notebook, listed, rehearsed):
     """A sentence for all that speaks against taking this run in."""
-    done, cells = code_cells(executed), code_cells(notebook)
+    yield from objections_to_outputs(run, notebook)
+    record = run.record
+    needed = set(MEASURED)
+    if "T4" in record.get("gpu", ""):
+        needed.discard("t4_estimate")  # it was measured
+    if not record.get("host", {}).get("kept"):
+        needed.discard("floor")  # there is no bare call to compare with
+    if lacking := needed - set(record):
+        yield f"{run.name}.json lacks {', '.join(sorted(lacking))}"
+        return
+    if run.name != slug(record["gpu"]):
+        yield f"{run.name}.json is the record of a {record['gpu']}"
+    if record.get("rehearsed") and not rehearsed:
+        yield "it is only a rehearsal"
+    if record["exact"]["differing"] or not record["exact"]["checked"]:
+        yield "of {checked:,} weights {differing:,} differ".format(**record["exact"])
+    found = summary(record)
+    for baseline in {"unsloth_today", *found["ratios"]}:
+        if lacking := set(DTYPES) - set(found["ratios"].get(baseline, ())):
+            yield f"no race against {baseline} in {', '.join(sorted(lacking))}"
+    if found in listed:
+        yield "it is adopted already"
+    for picture in run.pictures:
+        if not picture.exists() or not picture.stat().st_size:
+            yield f"no picture results/{picture.name}"
+
+
+def objections_to_outputs(run, notebook):
+    """Cells are told apart by their places: Colab saves no ids."""
+    done, cells = code_cells(run.notebook), code_cells(notebook)
     if [cell.source for cell in done] != [cell.source for cell in cells]:
         yield "the executed notebook's code differs from the repository's: run it again"
-    unfinished = [c.id for c in done if not c.execution_count or any(o.output_type == "error" for o in c.outputs)]
+        return
+    unfinished, silent = [], []
+    for cell, executed in zip(cells, done):
+        failed = any(output.output_type == "error" for output in executed.outputs)
+        definition = cell.source.startswith("#| export")
+        if failed or not executed.execution_count:
+            unfinished.append(cell.id)
+        elif not definition and cell.id not in SILENT and not executed.outputs:
+            silent.append(cell.id)
     if unfinished:
         yield f"these cells were not run, or failed: {', '.join(unfinished)}"
-    if lacking := set(MEASURED.split()) - set(record):
-        yield f"{name}.json lacks {', '.join(sorted(lacking))}"
-    elif name != slug(record["gpu"]):
-        yield f"{name}.json is the record of a {record['gpu']}"
+    if silent:
+        yield f"the outputs of these cells are missing: {', '.join(silent)}"
 
 
-def adopt(folder, rehearsed=False):
-    """Takes a run in; where something is missing, says what, and changes nothing. `rehearsed` is for a test's copy."""
-    found = list((folder / "results").glob("*.json"))
-    if len(found) != 1 or not (folder / NOTEBOOK.name).exists():
-        raise SystemExit(f"expected {NOTEBOOK.name} and one results/*.json in {folder}: nothing was adopted")
-    executed, notebook = (nbformat.read(path, as_version=4) for path in (folder / NOTEBOOK.name, NOTEBOOK))
-    record, name = json.loads(found[0].read_text()), found[0].stem
-    wrong = list(missing(executed, notebook, record, name))
-    wrong += ["it is only a rehearsal"] if record.get("rehearsed") and not rehearsed else []
+def adopt(*folders, rehearsed=False):
+    """Takes runs in, or says what is wrong and changes nothing. `rehearsed`: for a test's copy."""
+    notebook, results = nbformat.read(NOTEBOOK, as_version=4), load_all()
+    runs, listed, wrong = [], [], []
+    for folder in folders:
+        try:
+            run = Run(folder)
+            listed = listed or list(results.get(f"{run.name}-runs", []))
+            wrong += [f"{folder}: {what}" for what in objections(run, notebook, listed, rehearsed)]
+            listed.append(summary(run.record))
+            runs.append(run)
+        except ValueError as error:
+            wrong.append(f"{folder}: {error}")
+        except (LookupError, TypeError, AttributeError) as error:
+            wrong.append(
+                f"{folder}: its record is not as expected: {type(error).__name__}, {said(error)}"
+            )
+    if len({run.name for run in runs}) > 1:
+        wrong.append("the runs are of different GPUs: adopt those of each by a command of its own")
     if wrong:
-        raise SystemExit("\n".join([*wrong, "nothing was adopted"]))
-    for cell, done in zip(code_cells(notebook), code_cells(executed)):
-        cell.outputs, cell.execution_count = done.outputs, done.execution_count
+        raise SystemExit("\n".join([*wrong, NOTHING]))
+    shown = median_run(runs)
+    try:
+        files = files_of(shown, runs, listed, notebook, results)
+        write(files)
+    except (LookupError, TypeError, ValueError, OSError) as error:
+        raise SystemExit(f"{type(error).__name__}: {said(error)}\n{NOTHING}") from None
+    gpu, folder, ratio = shown.record["gpu"], shown.folder, over_todays_unsloth(shown)
+    print(f"adopted: {len(runs)} runs on {gpu}; {len(listed)} are recorded now")
+    print(f"shown is {folder}, {ratio:.3f}: {rule(len(runs))}")
+
+
+def over_todays_unsloth(run):
+    return summary(run.record)["ratios"]["unsloth_today"]["float16"]
+
+
+def median_run(runs):
+    """By the ratio over today's Unsloth in fp16; the lower of two in the middle."""
+    return sorted(runs, key=over_todays_unsloth)[(len(runs) - 1) // 2]
+
+
+def files_of(shown, runs, listed, notebook, results):
+    """{path: contents} of all that changes when these runs are taken in."""
+    record = shown.record | {"median_of": len(runs)}
+    before = results.get(shown.name, {})
+    record |= {entry: before[entry] for entry in FROM_TESTS if entry in before}
+    for run in runs:
+        record |= run.beside
+    changed = {shown.name: record, f"{shown.name}-runs": listed}
+    for cell, executed in zip(code_cells(notebook), code_cells(shown.notebook)):
+        cell.outputs, cell.execution_count = executed.outputs, executed.execution_count
     notebook.metadata["record"] = {"cells": code_hashes(notebook)}
-    nbformat.write(notebook, NOTEBOOK)
-    beside = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json") if path.stem in FROM_TESTS}
-    known = {entry: facts for entry, facts in load(name, {}).items() if entry in FROM_TESTS}
-    save(name, record | known | beside)
-    save(f"{name}-runs", [*load(f"{name}-runs", []), summary(record)])
-    for picture in found[0].parent.glob(f"{name}*.png"):
-        shutil.copy(picture, RESULTS)
-    refresh()
+    files = stated_files(notebook, results | changed)
+    for name, value in changed.items():
+        files[RESULTS / f"{name}.json"] = (json.dumps(value, indent=1) + "\n").encode()
+    for picture in shown.pictures:
+        files[RESULTS / picture.name] = picture.read_bytes()
+    return files
+
+
+def main(arguments):
+    step, *given = arguments or [""]
+    folders = [Path(folder).resolve() for folder in given]
+    if step == "execute" and len(folders) == 1:
+        execute(*folders)
+    elif step == "adopt" and folders:
+        adopt(*folders)
+    elif step == "refresh" and not folders:
+        refresh()
+    else:
+        raise SystemExit(__doc__)
 
 
 if __name__ == "__main__":
-    steps = {"execute": (execute, 3), "adopt": (adopt, 3), "refresh": (refresh, 2)}
-    step, length = steps.get(sys.argv[1] if sys.argv[1:] else "", (None, 0))
-    if len(sys.argv) != length:
-        raise SystemExit(__doc__)
-    step(*(Path(folder).resolve() for folder in sys.argv[2:]))
+    main(sys.argv[1:])

@@ -1,14 +1,16 @@
-"""Runs the notebook from top to bottom on a newer NVIDIA GPU that is made to look like a Tesla T4, to the first error.
+"""Runs the notebook on a newer NVIDIA GPU that is made to look like a Tesla T4, to the first error.
 
-    python tools/rehearse_t4.py DIR    leaves in DIR the executed notebook, what it wrote, and t4_rehearsal.json
+    python tools/rehearse_t4.py DIR    leaves in DIR the executed notebook, what it wrote, and
+                                       t4_rehearsal.json
 
-How: the kernel's process and its children start with a sitecustomize that calls `disguise`. From then on torch
-describes the card as a T4, so Triton, Inductor and Unsloth compile for sm_75. ptxas must accept that code, but in the
-place of its machine code, which no newer card runs, the PTX is handed on: the driver translates it for the real card.
-What is written is marked `rehearsed`; it says nothing about a T4's speed.
+How: the kernel's process and its children start with a sitecustomize that calls `disguise`. From
+then on torch describes the card as a T4, so Triton, Inductor and Unsloth compile for sm_75. ptxas
+must accept that code, but in the place of its machine code, which no newer card runs, the PTX is
+handed on: the driver translates it for the real card. What is written is marked `rehearsed`; it
+says nothing about a T4's speed.
 
-Exit status 0: every code cell ran without an error, no weight differs, Inductor compiled fp16 and bf16; 1: not so, and
-why; 2: it cannot be tried here, and why.
+Exit status 0: every code cell ran without an error, no weight differs, Inductor compiled all that
+was compiled in fp16 and bf16; 1: not so, and why; 2: it cannot be tried here, and why.
 """
 
 import argparse
@@ -60,7 +62,7 @@ class T4:
 
 
 def disguise_torch(cuda):
-    """torch.cuda reads the name, the capability and the answer about bf16 off the properties: these are enough."""
+    """torch.cuda reads the name, the capability and the answer about bf16 off the properties."""
     ask = cuda.get_device_properties
 
     @functools.wraps(ask)
@@ -68,14 +70,15 @@ def disguise_torch(cuda):
         return T4(ask(device) if cuda.is_available() else None)
 
     def limit_memory():
-        cuda.set_per_process_memory_fraction(min(1.0, T4.total_memory / ask(cuda.current_device()).total_memory))
+        fraction = T4.total_memory / ask(cuda.current_device()).total_memory
+        cuda.set_per_process_memory_fraction(min(1.0, fraction))
 
     cuda.get_device_properties = get_device_properties
     cuda._lazy_call(limit_memory)  # as soon as CUDA is initialized
 
 
 def disguise_triton(backends):
-    """Triton asks torch for the capability and the driver for the rest; its last stage gives the PTX."""
+    """Triton asks torch for the capability, the driver for the rest; its last stage gives PTX."""
     nvidia = backends.backends["nvidia"]
     assemble, start = nvidia.compiler.make_cubin, nvidia.driver.__init__
 
@@ -87,14 +90,15 @@ def disguise_triton(backends):
     @functools.wraps(start)
     def init(self):
         start(self)
-        ask, facts = self.utils.get_device_properties, {"max_shared_mem": 64 * 2**10, "multiprocessor_count": 40}
+        ask = self.utils.get_device_properties
+        facts = {"max_shared_mem": 64 * 2**10, "multiprocessor_count": 40}
         self.utils.get_device_properties = lambda device: {**ask(device), **facts}
 
     nvidia.compiler.make_cubin, nvidia.driver.__init__ = make_cubin, init
 
 
 class Disguise:
-    """An import hook: changes a module as soon as it was executed, before anyone takes names from it."""
+    """An import hook: changes a module once it was executed, before anyone takes names from it."""
 
     changes = {"torch.cuda": disguise_torch, "triton.backends": disguise_triton}
 
@@ -113,7 +117,7 @@ class Disguise:
 
 
 def disguise(folder):
-    """What the sitecustomize in `folder` calls; it ends with the sitecustomize that this one hides, if there is one."""
+    """What the sitecustomize in `folder` calls; ends with the one that this one hides, if any."""
     sys.meta_path.insert(0, Disguise)
     spec = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if entry != folder])
     if spec is not None and spec.loader is not None:
@@ -121,16 +125,24 @@ def disguise(folder):
 
 
 def environment(scratch):
-    """The kernel's: disguised, with caches of its own in `scratch`; TMPDIR, because Unsloth drops Inductor's setting.
+    """The kernel's: disguised, with caches of its own in `scratch`.
 
-    Inductor compiles in the same process, and starts kernels through Triton's launcher, which loads PTX as well.
+    Inductor compiles in the same process, and starts kernels through Triton's launcher, which loads
+    PTX as well.
     """
-    folders = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
-    folders = {name: str(scratch / folder) for name, folder in {**folders, "TMPDIR": "tmp"}.items()}
+    folders = {
+        "TRITON_CACHE_DIR": "triton",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "CUDA_CACHE_PATH": "cuda",
+        "TMPDIR": "tmp",  # because Unsloth drops Inductor's setting
+    }
+    folders = {name: str(scratch / folder) for name, folder in folders.items()}
     for folder in (*folders.values(), scratch / "site"):
         os.mkdir(folder)
     (scratch / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    kept = {name: os.environ[name] for name in os.environ if name not in ("TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH")}
+    kept = dict(os.environ)
+    for name in ("TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH"):
+        kept.pop(name, None)
     settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0"}
     path = os.pathsep.join(filter(None, (str(scratch / "site"), kept.get("PYTHONPATH"))))
     return {**kept, **folders, **settings, "PYTHONPATH": path}
@@ -164,12 +176,19 @@ def refusal(folder, card):
         return "The rehearsal needs an NVIDIA GPU that torch can use, and there is none here."
     name, capability = card
     if capability < (7, 5):
-        return "{} has capability {}.{}, but code for a T4 needs 7.5 or newer.".format(name, *capability)
-    return "" if has_stage() else "This Triton has no CUDABackend.make_cubin, in whose place PTX could be handed on."
+        major, minor = capability
+        return f"{name} has capability {major}.{minor}, but code for a T4 needs 7.5 or newer."
+    if not has_stage():
+        lacking = "This Triton has no CUDABackend.make_cubin"
+        return f"{lacking}, in whose place PTX could be handed on."
+    return ""
 
 
 def run(notebook, folder, environment):
-    """Executes the notebook in `folder`, printing a line for each code cell; why it ended, if no cell's output says."""
+    """Executes the notebook in `folder`, printing a line for each code cell.
+
+    returns  why it ended, if no cell's output says
+    """
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
@@ -181,12 +200,20 @@ def run(notebook, folder, environment):
             where = f"cell {cell_index} ({cell.id})"
             print(f"{time.time() - start:6.1f} s  {where}, in {section}", flush=True)
         else:
-            section = next((line[3:] for line in cell.source.splitlines() if line.startswith("## ")), section)
+            titles = [line[3:] for line in cell.source.splitlines() if line.startswith("## ")]
+            section = titles[0] if titles else section
 
-    options = {"timeout": None, "startup_timeout": 300, "kernel_name": "python3", "coalesce_streams": True}
-    options["resources"] = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(
+        notebook,
+        on_cell_start=on_cell_start,
+        timeout=None,
+        startup_timeout=300,
+        kernel_name="python3",
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
+    )
     try:
-        NotebookClient(notebook, on_cell_start=on_cell_start, **options).execute(env=environment)
+        client.execute(env=environment)
     except CellExecutionError:
         pass  # the cell's output
     except Exception as error:  # the kernel died, or did not start
@@ -196,27 +223,47 @@ def run(notebook, folder, environment):
 
 def report(notebook, record, gpu, seconds):
     """The record's t4_rehearsal."""
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    ran = sum(cell.execution_count is not None for cell in code)
-    errors = sum(output.output_type == "error" for cell in code for output in cell.outputs)
-    found = {"gpu": gpu, "as": T4.name, "date": datetime.date.today().isoformat(), "cells": ran, "errors": errors}
-    return found | {"exact": record.get("exact"), "compile": record.get("compile"), "seconds": round(seconds, 1)}
+    ran, errors = 0, 0
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            ran += cell.execution_count is not None
+            errors += sum(output.output_type == "error" for output in cell.outputs)
+    return {
+        "gpu": gpu,
+        "as": T4.name,
+        "date": datetime.date.today().isoformat(),
+        "cells": ran,
+        "errors": errors,
+        "exact": record.get("exact"),
+        "compile": record.get("compile"),
+        "seconds": round(seconds, 1),
+    }
 
 
 def failures(notebook, report):
     """A sentence for each thing that is not as it must be; none if the rehearsal passed."""
-    code = [(f"cell {i} ({c.id})", c) for i, c in enumerate(notebook.cells) if c.cell_type == "code" and c.source]
-    errors = [(where, output) for where, c in code for output in c.outputs if output.output_type == "error"]
-    if errors or report["cells"] != len(code):
-        found = [f"{where}: {error.ename}: {error.evalue[:2000]}" for where, error in errors]
-        return [*found, f"{report['cells']} of {len(code)} code cells were run"]
-    exact, compiled, found = report["exact"] or {}, report["compile"] or {}, []
+    n_cells, errors = 0, []
+    for i, cell in enumerate(notebook.cells):
+        if cell.cell_type == "code" and cell.source:
+            n_cells += 1
+            for output in cell.outputs:
+                if output.output_type == "error":
+                    error = f"{output.ename}: {output.evalue[:2000]}"
+                    errors.append(f"cell {i} ({cell.id}): {error}")
+    if errors or report["cells"] != n_cells:
+        return [*errors, f"{report['cells']} of {n_cells} code cells were run"]
+    found = []
+    exact = report["exact"] or {}
     if exact.get("differing") != 0 or not exact.get("checked"):
-        found.append(f"expected that weights were checked and none differs, got {exact or 'no record of a Tesla T4'}")
-    for dtype in sorted({"float16", "bfloat16", *compiled}):
-        entry = compiled.get(dtype, {})
-        if not (entry.get("bit_equal") and entry.get("compiled") and entry.get("graphs") == 1):
-            found.append(f"expected {dtype} compiled in one graph with equal bits, got {entry or 'nothing'}")
+        got = exact or "no record of a Tesla T4"
+        found.append(f"expected that weights were checked and none differs, got {got}")
+    rows = report["compile"] or []
+    for dtype in ("float16", "bfloat16"):
+        if dtype not in [row["dtype"] for row in rows]:
+            found.append(f"expected that something was compiled in {dtype}, got {rows}")
+    for row in rows:
+        if not (row["bit_equal"] and row["compiled"] and row["graphs"] == 1):
+            found.append(f"expected it compiled in one graph with equal bits, got {row}")
     return found
 
 
@@ -224,7 +271,9 @@ def rehearse(folder, gpu, scratch):
     """Runs the notebook, marks what came of it and judges that: the exit status."""
     import nbformat
 
-    start, path, summary = time.time(), folder / "results" / "tesla-t4.json", folder / "t4_rehearsal.json"
+    start = time.time()
+    path = folder / "results" / "tesla-t4.json"
+    summary = folder / "t4_rehearsal.json"
     for earlier in (path, summary):
         earlier.unlink(missing_ok=True)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
@@ -232,11 +281,13 @@ def rehearse(folder, gpu, scratch):
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     ended = run(notebook, folder, environment(scratch))
-    for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
-        if output.get("name") == "stderr":
-            print(f"on stderr: {output.text[:2000].strip()}")
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if output.get("name") == "stderr":
+                print(f"on stderr: {output.text[:2000].strip()}")
     notebook.metadata["rehearsed_on"] = gpu
-    notebook.cells[0].source = f"**Rehearsed on {gpu}: no time below is a T4's.**\n\n{notebook.cells[0].source}"
+    warning = f"**Rehearsed on {gpu}: no time below is a T4's.**"
+    notebook.cells[0].source = f"{warning}\n\n{notebook.cells[0].source}"
     nbformat.write(notebook, folder / NOTEBOOK.name)
     record = {"rehearsed": True, "rehearsed_on": gpu}
     if path.exists():
@@ -247,21 +298,25 @@ def rehearse(folder, gpu, scratch):
     strange = sum(b".target sm_75" not in kernel for kernel in kernels)
     wrong = [ended] * bool(ended) + failures(notebook, found)
     if not wrong and (strange or not kernels):
-        wrong = [f"expected kernels that are PTX for sm_75; of {len(kernels)} in Triton's cache {strange} are not"]
+        got = f"of {len(kernels)} in Triton's cache {strange} are not"
+        wrong = [f"expected kernels that are PTX for sm_75; {got}"]
     if wrong:
-        print(*(f"failed: {sentence}" for sentence in wrong), sep="\n", file=sys.stderr)
+        for sentence in wrong:
+            print(f"failed: {sentence}", file=sys.stderr)
         return 1
     summary.write_text(json.dumps(found, indent=1) + "\n")
     print(
-        f"{gpu} as a {T4.name}: {found['cells']} code cells, no error; {found['exact']['checked']:,} comparisons, 0 "
-        f"differ; fp16 and bf16 compiled; {len(kernels)} kernels, all for sm_75; {found['seconds']:.0f} s. That time "
-        f"and those in {folder} are not a T4's."
+        f"{gpu} as a {T4.name}: {found['cells']} code cells, no error; "
+        f"{found['exact']['checked']:,} comparisons, 0 differ; fp16 and bf16 compiled; "
+        f"{len(kernels)} kernels, all for sm_75; {found['seconds']:.0f} s. "
+        f"That time and those in {folder} are not a T4's."
     )
     return 0
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("folder", type=Path, metavar="DIR")
     folder = parser.parse_args(arguments).folder.resolve()
     card = real_card()

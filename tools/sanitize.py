@@ -1,11 +1,14 @@
 """The kernel over aligned, ragged and unaligned weights, for compute-sanitizer to watch.
 
-    python tools/sanitize.py            runs the cases and compares raw bits (on a CPU through the interpreter)
+    python tools/sanitize.py            runs the cases and compares raw bits (on a CPU through the
+                                        interpreter)
     python tools/sanitize.py --broken   reads what was never written, then beyond a weight's end
-    python tools/sanitize.py --all      each tool over the cases, and over --broken; prints {tool: errors}
+    python tools/sanitize.py --all      each tool over the cases, and over --broken; prints
+                                        {tool: errors}
 
-Nothing but our kernel is watched, and what it reads comes from the CPU: what other kernels write, initcheck does not
-see. Each tensor is an allocation of its own, so that no access beyond its end meets a neighbour.
+Nothing but our kernel is watched, and what it reads comes from the CPU: what other kernels write,
+initcheck does not see. Each tensor is an allocation of its own, so that no access beyond its end
+meets a neighbour.
 """
 
 import json
@@ -14,19 +17,20 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import helpers  # noqa: E402
 
 SHAPES = [(64, 64), (8, 1024), (16, 68), (33, 65), (1, 1), (3, 5), (1, 4097), (8, 1000)]
 OFFSETS = [0, 1, 4]  # of the packed weight, in bytes; the buffer ends where the weight does
 TOOLS = ["memcheck", "racecheck", "initcheck"]
-BREAKABLE = ["memcheck", "initcheck"]  # the kernel has no shared memory of its own in which to plant a race
+BREAKABLE = ["memcheck", "initcheck"]  # there is no shared memory in which to plant a race
 OPTIONS = [
     "--kernel-name=kns=_dequantize_nf4_kernel",
     "--report-api-errors=no",
@@ -36,12 +40,12 @@ OPTIONS = [
 
 
 def cases(nf4, device, shapes):
-    """(weight, state, expected) on the device; made, and dequantized by the PyTorch reference, on the CPU."""
+    """(weight, state, expected) on the device; made on the CPU; expected is nf4.spec's."""
     for shape in shapes:
         for dtype in nf4.DTYPES:
             for nested in (True, False):
                 weight, state = nf4.quantized(shape, dtype, "cpu", nested=nested)
-                expected = helpers.reference(weight, state)
+                expected = nf4.spec(weight, state)
                 state.to(device)
                 for offset in OFFSETS:
                     buffer = torch.zeros(offset + weight.numel(), dtype=torch.uint8)
@@ -50,7 +54,10 @@ def cases(nf4, device, shapes):
 
 
 def run(nf4, device, shapes=SHAPES):
-    """Launches by both look-ups, kept launches, and one after the state's absmax was replaced: {checked, differing}."""
+    """Launches by both look-ups, kept ones, and one after absmax was replaced.
+
+    returns  {checked, differing}
+    """
     counts = {"checked": 0, "differing": 0}
     for weight, state, expected in cases(nf4, device, shapes):
         if weight.shape[0] == 1:
@@ -79,7 +86,8 @@ def run_broken(nf4, device):
 
 def find_sanitizer():
     """compute-sanitizer's path, or None."""
-    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    name = "compute-sanitizer"
+    return shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
 
 
 def errors_in(report):
@@ -91,10 +99,15 @@ def errors_in(report):
 def watch(tool, *arguments):
     """Runs this script under a tool: (errors, everything that was printed)."""
     padding = ["--padding=4096"] if tool == "memcheck" else []
-    command = [find_sanitizer(), f"--tool={tool}", *OPTIONS, *padding, sys.executable, __file__, *arguments]
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [find_sanitizer(), f"--tool={tool}", *OPTIONS, *padding]
+    command += [sys.executable, __file__, *arguments]
     done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400
+        command,
+        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
     )
     return errors_in(done.stdout), done.stdout
 
