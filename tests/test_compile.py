@@ -218,9 +218,9 @@ def test_without_native_bf16_only_the_dequantization_is_compiled(
     """The branch that a T4 takes; on a CPU its answer is imitated, the compiler is AOT eager."""
     counter, report_of, borders = nf4.GraphCounter, nf4.compile_report, []
 
-    def noting(function, calls, expected, device, **options):
+    def noting(function, calls, expected, *how, **options):
         borders.append({out.dtype for outs in expected for out in outs})
-        return report_of(function, calls, expected, device, **options)
+        return report_of(function, calls, expected, *how, **options)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     monkeypatch.setattr(nf4, "GraphCounter", lambda device: counter("cpu"))

@@ -479,7 +479,6 @@ def test_what_was_only_expected_of_a_t4_goes_when_one_is_measured():
 
 QUOTED = {  # numbers that stand in no record, and where they come from
     "0.2461": "the code's entry 10",
-    "1.15": "the challenge's bar",
     "1.9": "601 GB at the nominal 320 GB/s, seconds; how much slower the driver is on Colab's host",
     "2.5": "601 GB at the 240 GB/s of copies, seconds",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",

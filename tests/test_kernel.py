@@ -619,7 +619,7 @@ WRONG = {  # what is made wrong -> (text in the kernel, its replacement)
     "the last program's mask": ("mask=at * 2 < left", "mask=at * 2 + 2 < left"),
     "the scale's place": ("absmax_ptr + block + ", "absmax_ptr + block + 1 + "),
     "one rounding of the scale too few": (
-        "_product(code2, absmax2) + offset",
+        "_mul_rn(code2, absmax2) + offset",
         "tl.fma(code2, absmax2, offset)",
     ),
     "absmax2": ("block // BLOCKSIZE2", "block // (BLOCKSIZE2 * 2)"),

@@ -580,10 +580,10 @@ def test_races(nf4):
             order.append(name)
             return nf4.your_dequantize_nf4(layer) * factor
 
-        return nf4.Contender(name, fx, 1)
+        return nf4.Contender(name, fx, [1])
 
     options = nf4.SMALL_OPTIONS
-    with pytest.raises(AssertionError, match="b: wrong weights"):
+    with pytest.raises(AssertionError, match=r"b: \d+ wrong weights"):
         nf4.race({"a": noted("a"), "b": noted("b", 1.001)}, torch.float16, 1, 1, options)
     order.clear()
     rows = nf4.race({"a": noted("a"), "b": noted("b")}, torch.bfloat16, 3, 2, options)
@@ -725,8 +725,8 @@ def test_calls_are_counted_and_timed(nf4, imitated_calls, two_layers):
 
     imitated_calls |= {nf4.your_dequantize_nf4: 1, in_context: 4}
     contenders = {
-        "ours": nf4.Contender("ours", nf4.your_dequantize_nf4, 1, 1),
-        "three": nf4.Contender("the three", in_context, 3, context=context),
+        "ours": nf4.Contender("ours", nf4.your_dequantize_nf4, [1]),
+        "three": nf4.Contender("the three", in_context, range(3, 9), context),
     }
     assert nf4.time_calls(contenders, *two_layers, turns=3) == [
         {"who": "ours", "kernels": 1, "issue_us": 7.0, "call_us": 47.0},
@@ -734,12 +734,10 @@ def test_calls_are_counted_and_timed(nf4, imitated_calls, two_layers):
     ]
 
 
-@pytest.mark.parametrize("number, least, most", [(2, 1, 1), (1, 3, 99), (0, 1, 1)])
-def test_another_number_of_kernels_is_an_error(
-    nf4, imitated_calls, two_layers, number, least, most
-):
+@pytest.mark.parametrize("number, claimed", [(2, [1]), (0, [1]), (1, range(3, 99))])
+def test_another_number_of_kernels_is_an_error(nf4, imitated_calls, two_layers, number, claimed):
     imitated_calls[nf4.your_dequantize_nf4] = number
-    contenders = {"ours": nf4.Contender("ours", nf4.your_dequantize_nf4, least, most)}
+    contenders = {"ours": nf4.Contender("ours", nf4.your_dequantize_nf4, claimed)}
     with pytest.raises(AssertionError, match=f"ours ran {number} kernels in a call"):
         nf4.time_calls(contenders, *two_layers)
 
@@ -750,16 +748,16 @@ def test_wrong_bits_are_not_timed(nf4, imitated_calls, two_layers, wrong):
         return nf4.your_dequantize_nf4(layer) * (1.001 if layer is two_layers[wrong] else 1)
 
     imitated_calls[fx] = 1
-    with pytest.raises(AssertionError, match="ours: wrong weights"):
-        nf4.time_calls({"ours": nf4.Contender("ours", fx, 1, 1)}, *two_layers)
+    with pytest.raises(AssertionError, match=r"ours: \d+ wrong weights"):
+        nf4.time_calls({"ours": nf4.Contender("ours", fx, [1])}, *two_layers)
 
 
 def test_what_the_contenders_claim(nf4):
-    """Kernels in a call, at least and at most."""
-    claims = {name: (each.kernels, each.most) for name, each in nf4.CONTENDERS.items()}
-    one = ("ours", "bare", "kernel_grid", "unsloth_today")
-    assert {name for name, claim in claims.items() if claim == (1, 1)} == set(one)
-    assert claims["unsloth_puzzle"][0] >= 3 and claims["peft"][0] >= 3
+    """How many kernels may run in a call."""
+    for name in ("ours", "bare", "kernel_grid", "unsloth_today"):
+        assert list(nf4.CONTENDERS[name].kernels) == [1], name
+    for name in ("unsloth_puzzle", "peft"):
+        assert min(nf4.CONTENDERS[name].kernels) == 3, name
 
 
 @pytest.mark.gpu
@@ -810,7 +808,7 @@ def tuned(nf4, monkeypatch):
 )
 def test_tuning_takes_what_wins_by_two_percent(nf4, tuned, us, taken):
     rows = tuned(us)
-    assert [(row["num_warps"], row["steps"]) for row in rows] == nf4.CANDIDATES
+    assert [nf4.Setting(row["num_warps"], row["steps"]) for row in rows] == nf4.CANDIDATES
     for row in rows:
         setting = row["num_warps"], row["steps"]
         wanted = {"dtype": "float16", "num_warps": setting[0], "steps": setting[1]}
@@ -895,39 +893,47 @@ POINTS = {  # what is worse -> (how, the criterion, the points that are left, wh
     "no race in bf16": (lambda m: without(m, "harness", "bfloat16"), "speedup", -3, "0.00"),
     "no race": (lambda m: m.record.update(harness=[]), "speedup", -3, "0.00"),
     "two kernels": (
-        *(lambda m: m.record["launches"].append("copy"), "single Triton kernel", 0),
-        "in one call: _dequantize_nf4_kernel, copy",
+        lambda m: m.record["launches"].append("copy"),
+        "single Triton kernel",
+        0,
+        "_dequantize_nf4_kernel, copy",
     ),
-    "no kernel": (
-        *(lambda m: m.record["launches"].clear(), "single Triton kernel", 0),
-        "in one call: none",
-    ),
-    "all compiled": (lambda m: None, COMPILES, 1, "6 of 6 compiled by Inductor, in one graph"),
+    "no kernel": (lambda m: m.record["launches"].clear(), "single Triton kernel", 0, ""),
+    "all compiled": (lambda m: None, COMPILES, 1, "6 of 6"),
     "not compiled": (
-        *(lambda m: m.record["compile"][4].update(compiled=False), COMPILES, -1, "5 of 6"),
+        lambda m: m.record["compile"][4].update(compiled=False),
+        COMPILES,
+        -1,
+        "5 of 6",
     ),
     "other bits": (
-        *(lambda m: m.record["compile"][0].update(bit_equal=False), COMPILES, -1, "5 of 6"),
+        lambda m: m.record["compile"][0].update(bit_equal=False),
+        COMPILES,
+        -1,
+        "5 of 6",
     ),
     "two graphs": (lambda m: m.record["compile"][5].update(graphs=2), COMPILES, -1, "5 of 6"),
     "nothing compiled": (lambda m: m.record["compile"].clear(), COMPILES, -1, "0 of 0"),
     "bf16 not compiled": (lambda m: without(m, "compile", "bfloat16"), COMPILES, -1, "3 of 3"),
     "fp16 not compiled": (lambda m: without(m, "compile", "float16"), COMPILES, -1, "3 of 3"),
-    "assembly": (lambda m: None, "custom asm works", 3, "2 shuffles in the compiled code"),
+    "assembly": (lambda m: None, "custom asm works", 3, "2 shuffles"),
     "no assembly": (lambda m: setattr(m, "ptx", "evict"), "custom asm works", 0, "0 shuffles"),
     "wrong bits": (
-        *(lambda m: m.record["exact"].update(differing=1), "custom asm works", 0, "2 shuffles"),
+        lambda m: m.record["exact"].update(differing=1),
+        "custom asm works",
+        0,
+        "2 shuffles",
     ),
     "hints": (lambda m: None, "uses cache eviction", 1, "L1::evict_first"),
-    "no hints": (
-        *(lambda m: setattr(m, "ptx", "shfl.sync.idx"), "uses cache eviction", 0),
-        "in the compiled code: none",
-    ),
-    "tested": (lambda m: None, TESTED, 1, "5 comparisons, 0 differ; raced in float16, bfloat16"),
-    "no bf16": (lambda m: without(m, "harness", "bfloat16"), TESTED, -1, "in float16, original"),
+    "no hints": (lambda m: setattr(m, "ptx", "shfl.sync.idx"), "uses cache eviction", 0, ""),
+    "tested": (lambda m: None, TESTED, 1, "5 comparisons, 0 differ; raced: fp16, bf16"),
+    "no bf16": (lambda m: without(m, "harness", "bfloat16"), TESTED, -1, "raced: fp16, "),
     "bits differ": (lambda m: m.record["exact"].update(differing=1), TESTED, -1, "1 differ"),
     "nothing compared": (
-        *(lambda m: m.record["exact"].update(checked=0), TESTED, -1, "0 comparisons"),
+        lambda m: m.record["exact"].update(checked=0),
+        TESTED,
+        -1,
+        "0 comparisons",
     ),
 }
 

@@ -40,14 +40,14 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 ours = helpers.load()
 
 # Two loops: the first loads all scales, then the words are loaded, and the second does the rest.
-WORDS_LOADED = "    words = _load_words(weight_ptr + first // 2, thread, left, STEPS, WHOLE)\n"
+WORDS_LOADED = "    words = _load_words(byte_ptr, thread, left, STEPS, WHOLE)\n"
 LOOKED_UP = "        codes = _look_up(words[step], code, code_ptr, ASSEMBLY)\n"
 SECOND_LOOP = "    for step in tl.static_range(STEPS):\n"
 two_loops = helpers.load(
     "roads_two_loops",
     (WORDS_LOADED, "    scales = ()\n"),
     (LOOKED_UP, "        scales = scales + (scale,)\n" + WORDS_LOADED + SECOND_LOOP + LOOKED_UP),
-    ("_product(codes, scale[:, None])", "_product(codes, scales[step][:, None])"),
+    ("_mul_rn(codes, scale[:, None])", "_mul_rn(codes, scales[step][:, None])"),
 )
 
 POLICIES = {  # address: what our kernel does with what it loads there
@@ -64,7 +64,7 @@ for address, policy in POLICIES.items():
     without_policies.append((loaded, f"tl.load({address})"))
 no_policy = helpers.load("roads_no_policy", *without_policies)
 
-STORED = "tl.store(out_ptr + first + index, tl.reshape(weights, [WORDS * 8])"
+STORED = "tl.store(out_ptr + first + index, weights"
 output_first = helpers.load(
     "roads_output_first",
     (STORED + ")", STORED + ', eviction_policy="evict_first")'),
@@ -77,7 +77,7 @@ by_hand = helpers.load(
 
 # What the kernels below share with ours.
 INTERPRETED = ours.INTERPRETED
-_product = ours._product
+_mul_rn = ours._mul_rn
 _rounded = by_hand._rounded
 _SHUFFLES = ours._SHUFFLES
 _SHARE = tl.constexpr(
@@ -88,7 +88,7 @@ _SHARE = tl.constexpr(
 @triton.jit
 def _scale(absmax, absmax2, offset, code2_ptr):
     code2 = tl.load(code2_ptr + absmax.to(tl.int32), eviction_policy="evict_last")
-    return _product(code2, absmax2) + offset
+    return _mul_rn(code2, absmax2) + offset
 
 
 @triton.jit
@@ -158,8 +158,8 @@ def _bytes_kernel(
     absmax2 = tl.load(absmax2_ptr, mask=inside, other=0.0, eviction_policy="evict_last")
     offset = tl.load(offset_ptr, eviction_policy="evict_last")
     scale = _scale(absmax, absmax2, offset, code2_ptr)
-    first = _product(_code(byte >> 4, code_ptr, DECODE), scale)
-    second = _product(_code(byte & 0xF, code_ptr, DECODE), scale)
+    first = _mul_rn(_code(byte >> 4, code_ptr, DECODE), scale)
+    second = _mul_rn(_code(byte & 0xF, code_ptr, DECODE), scale)
     weights = _rounded(tl.interleave(first, second), out_ptr.dtype.element_ty)
     index = start * 2 + tl.arange(0, BYTES * 2)
     tl.store(out_ptr + index, weights, mask=index < n_weights)
@@ -227,7 +227,7 @@ def _scaled_kernel(
         first, second = tl.inline_asm_elementwise(
             _SHARE, "=&r,=&r,r,r,r", operands, (tl.float32,) * 2, is_pure=True, pack=1
         )
-        table = _pack(_product(code, first), _product(code, second), DTYPE)
+        table = _pack(_mul_rn(code, first), _mul_rn(code, second), DTYPE)
         table = table.to(tl.float32, bitcast=True)
         w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
             _SHUFFLES, SHUFFLED, [table, words[step]], (tl.float32,) * 8, is_pure=True, pack=1
