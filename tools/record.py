@@ -170,8 +170,8 @@ def record_table(record, runs):
         cells = [label.format(**record["versions"])]
         for dtype in DTYPES:
             medians = [run["ratios"][baseline][dtype] for run in runs if baseline in run["ratios"]]
-            spread = f"runs {min(medians):.2f} to {max(medians):.2f}"
-            cells.append(f"**{shown[baseline][dtype]:.2f}** ({spread})")
+            spread = f" (runs {min(medians):.2f} to {max(medians):.2f})" if len(medians) > 1 else ""
+            cells.append(f"**{shown[baseline][dtype]:.2f}**{spread}")
         rows.append(cells)
     tables = [markdown_table(titles, rows)]
     exact, score, gpu = record["exact"], record["score"], record["gpu"]
@@ -180,7 +180,7 @@ def record_table(record, runs):
     row = [f"{record['cpu']}, {record['cores']} cores", f"{exact['checked']:,}", exact["differing"]]
     row += [f"{score['total']} of {score['possible']} on {article} {gpu}", len(runs)]
     tables.append(markdown_table(titles, [row]))
-    if record.get("median_of"):
+    if record.get("median_of") and len(runs) > 1:
         shown_is = f"Shown is {rule(record['median_of'])}"
         tables.append(f"{shown_is}; *runs*: the least and the greatest of all recorded runs.")
     return "\n\n".join(tables)
