@@ -5,8 +5,8 @@
 
 Google publishes the list on GitHub, in googlecolab/backend-info, as pip-freeze.gpu.txt. A fresh
 environment is made to look like Colab to pip: every package of the list is there by its name,
-version and requirements, without its files, and pip has Colab's version. Then `pip install --dry-
-run` resolves those of requirements.txt that the list lacks. It takes Colab's Python on Linux
+version and requirements, without its files, and pip has Colab's version. Then `pip install
+--dry-run` resolves those of requirements.txt that the list lacks. It takes Colab's Python on Linux
 x86-64, because pip picks wheels and evaluates markers for the Python that it runs on. The exit
 status is 1 if torch, Triton, numpy or anything of CUDA would change or come in a second time, or if
 a package of the list is older than requirements.txt allows: the install cell then refuses it.
@@ -130,7 +130,7 @@ def requirements_of(python, folder, packages, names):
 
 
 def resolve(packages, wanted, folder):
-    """[(name, version)] that pip would install; what the packages that it met require is filled in."""
+    """[(name, version)] that pip would install. What packages that it met require is filled in."""
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv" / "bin" / "python"
     subprocess.run(
