@@ -483,6 +483,7 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "2.5": "601 GB at the 240 GB/s of copies, seconds",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",
     "2.85": "how much slower Python is on Colab's host",
+    "13.0": "CUDA",
     "3.7": "published: daver987/unsloth-mojo, seconds",
     "4.1": "published: Talel-bm/Optimized-NF4-dequantization, seconds",
     "2.6": "du of the tests' environment, GB",
