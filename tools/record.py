@@ -157,12 +157,19 @@ def summary(record):
 
 
 def record_table(record, runs):
-    """Two markdown tables: the run that is shown, beside each ratio the range of all runs."""
+    """Two markdown tables: the run that is shown, beside each ratio the range of all runs.
+
+    Of a single run, the range of its rounds.
+    """
     name = record["gpu"]
     if record.get("rehearsed"):
         name += f", only rehearsed on {record['rehearsed_on']}"
     titles = [f"**{name}**, {record['date']}: speedup over", *DTYPES.values()]
     shown = summary(record)["ratios"]
+    rounds = {}
+    for entry in record["harness"]:
+        ratio = entry["ratio"]
+        rounds[entry["baseline"], entry["dtypes"]] = ratio["low"], ratio["high"]
     rows = []
     for baseline, label in BASELINES.items():
         if baseline not in shown:
@@ -170,8 +177,12 @@ def record_table(record, runs):
         cells = [label.format(**record["versions"])]
         for dtype in DTYPES:
             medians = [run["ratios"][baseline][dtype] for run in runs if baseline in run["ratios"]]
-            spread = f" (runs {min(medians):.2f} to {max(medians):.2f})" if len(medians) > 1 else ""
-            cells.append(f"**{shown[baseline][dtype]:.2f}**{spread}")
+            least, greatest, of = min(medians), max(medians), "runs"
+            if len(runs) == 1:
+                least, greatest = rounds[baseline, dtype]
+                of = "rounds"
+            spread = f"{of} {least:.2f} to {greatest:.2f}"
+            cells.append(f"**{shown[baseline][dtype]:.2f}** ({spread})")
         rows.append(cells)
     tables = [markdown_table(titles, rows)]
     exact, score, gpu = record["exact"], record["score"], record["gpu"]

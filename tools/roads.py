@@ -272,15 +272,15 @@ ROADS = {  # label: module, setting; first the way to ours, then what is beside 
 }
 TAUGHT = {  # what a step taught; the figures are in the rows
     "bytes, chain of 15 selects": "the naive start",
-    "bytes, tree of 15 selects": "selects need not wait",
-    "bytes, the code by loads": "a cache holds the code",
+    "bytes, tree of 15 selects": "fewer selects in a row",
+    "bytes, the code by loads": "a cache is a table",
     "words, the code by loads": "one scale, eight weights",
-    OURS: "lanes hold the code",
+    OURS: "the warp is a table",
     "two loops: all scales first": "one loop is enough",
-    "no eviction policy at all": "what our policies gain",
-    "the output evicted first, too": "what one more gains",
-    BY_HAND: "the compiler rounds shorter",
-    "the scaled table in the lanes, shuffled": "shorter, for blocks of 64",
+    "no eviction policy at all": "policies gain nothing here",
+    "the output evicted first, too": "does not help either",
+    BY_HAND: "slower than the compiler's",
+    "the scaled table in the lanes, shuffled": "fewer instructions, no faster",
 }
 
 
