@@ -1,6 +1,7 @@
 """The notebook as a document: it runs without a GPU, and states what the record holds."""
 
 import ast
+import functools
 import base64
 import importlib.metadata
 import importlib.util
@@ -112,7 +113,9 @@ def test_an_interrupted_run_says_what_to_repeat(tmp_path):
     cell = f"import pathlib, time; pathlib.Path({str(sign)!r}).touch(); time.sleep(100)"
     command = repository(tmp_path / "copy", cell)
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    # A job in the background is started with SIGINT ignored, and would hand that on.
+    heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heeding)
     end = time.time() + 60
     while not sign.exists() and time.time() < end:
         time.sleep(0.1)
