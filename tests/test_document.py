@@ -1,8 +1,8 @@
 """The notebook as a document: it runs without a GPU, and states what the record holds."""
 
 import ast
-import functools
 import base64
+import functools
 import importlib.metadata
 import importlib.util
 import json
