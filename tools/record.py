@@ -38,7 +38,7 @@ RESULTS = ROOT / "results"
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "original": "the challenge's mix"}
 BASELINES = {  # the rows of the table; a contender that does not exist on a machine has none
     "unsloth_today": "today's Unsloth ({unsloth})",
-    "unsloth_puzzle": "the three launches of the challenge's day",
+    "unsloth_puzzle": "Unsloth of the challenge's day (three launches)",
     "peft": "PEFT ({peft})",
     "kernel_grid": "ours through `kernel[grid]`",
 }
@@ -187,7 +187,7 @@ def record_table(record, runs):
     tables = [markdown_table(titles, rows)]
     exact, score, gpu = record["exact"], record["score"], record["gpu"]
     article = "an" if gpu.startswith(("NVIDIA", "A")) else "a"
-    titles = ["host", "compared bit for bit", "differ", "points", "recorded runs"]
+    titles = ["host", "bitwise comparisons", "differ", "points", "recorded runs"]
     row = [f"{record['cpu']}, {record['cores']} cores", f"{exact['checked']:,}", exact["differing"]]
     row += [f"{score['total']} of {score['possible']} on {article} {gpu}", len(runs)]
     tables.append(markdown_table(titles, [row]))
