@@ -723,7 +723,8 @@ def test_the_tables_of_a_record(a_record):
         "| **Tesla T4**, 2026-11-22: speedup over | fp16 | bf16 | the challenge's mix |",
         "| --- | --- | --- | --- |",
         "| today's Unsloth (1.2) |" + 3 * " **1.60** (runs 1.40 to 1.75) |",
-        "| Unsloth of the challenge's day (three launches) |" + 3 * " **2.00** (runs 2.00 to 2.00) |",
+        "| Unsloth of the challenge's day (three launches) |"
+        + 3 * " **2.00** (runs 2.00 to 2.00) |",
         "| PEFT (3.4) |" + 3 * " **3.00** (runs 3.00 to 3.00) |",
         "| ours through `kernel[grid]` |" + 3 * " **1.25** (runs 1.25 to 1.25) |",
         "",
