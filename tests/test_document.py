@@ -65,7 +65,10 @@ def test_runs_from_top_to_bottom_without_a_gpu(executed, nf4):
     for cell in record.code_cells(notebook):
         outputs += cell.outputs
     assert not [output for output in outputs if output.output_type == "error"]
-    assert not [output for output in outputs if output.get("name") == "stderr"]
+    errors = [output.text for output in outputs if output.get("name") == "stderr"]
+    # torch 2.15 says this where it finds an nvcc, but no GPU; the notebook cannot help it.
+    lines_of_errors = [line for text in errors for line in text.splitlines()]
+    assert not [line for line in lines_of_errors if "No CUDA runtime is found" not in line]
     text = record.texts(notebook)
     assert "No speed is claimed" in text
     told = r"CPU mode: ([\d,]+) weights went through the interpreter, (\d+) differ"
