@@ -176,12 +176,12 @@ def record_table(record, runs):
             continue
         cells = [label.format(**record["versions"])]
         for dtype in DTYPES:
-            medians = [run["ratios"][baseline][dtype] for run in runs if baseline in run["ratios"]]
-            least, greatest, of = min(medians), max(medians), "runs"
             if len(runs) == 1:
-                least, greatest = rounds[baseline, dtype]
-                of = "rounds"
-            spread = f"{of} {least:.2f} to {greatest:.2f}"
+                of, found = "rounds", rounds[baseline, dtype]
+            else:
+                with_it = [run["ratios"] for run in runs if baseline in run["ratios"]]
+                of, found = "runs", [ratios[baseline][dtype] for ratios in with_it]
+            spread = f"{of} {min(found):.2f} to {max(found):.2f}"
             cells.append(f"**{shown[baseline][dtype]:.2f}** ({spread})")
         rows.append(cells)
     tables = [markdown_table(titles, rows)]

@@ -80,6 +80,7 @@ INTERPRETED = ours.INTERPRETED
 _mul_rn = ours._mul_rn
 _rounded = by_hand._rounded
 _SHUFFLES = ours._SHUFFLES
+_REGISTERS = ours._REGISTERS
 _SHARE = tl.constexpr(
     "shfl.sync.idx.b32 $0, $2, $3, 0x101f, -1; shfl.sync.idx.b32 $1, $2, $4, 0x101f, -1;"
 )
@@ -205,7 +206,6 @@ def _scaled_kernel(
 ):
     """A lane holds its entry of the code times the scale, in 16 bits each for the two blocks of
     its segment of 16 lanes. Nested, WHOLE, blocks of 64."""
-    SHUFFLED: tl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r"
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     start = tl.program_id(0).to(tl.int64) * (WORDS * STEPS)
     thread = tl.arange(0, WORDS)
@@ -230,7 +230,7 @@ def _scaled_kernel(
         table = _pack(_mul_rn(code, first), _mul_rn(code, second), DTYPE)
         table = table.to(tl.float32, bitcast=True)
         w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
-            _SHUFFLES, SHUFFLED, [table, words[step]], (tl.float32,) * 8, is_pure=True, pack=1
+            _SHUFFLES, _REGISTERS, [table, words[step]], (tl.float32,) * 8, is_pure=True, pack=1
         )
         even = tl.join(_halves(w0, w1, upper), _halves(w4, w5, upper))
         odd = tl.join(_halves(w2, w3, upper), _halves(w6, w7, upper))

@@ -33,7 +33,6 @@ from tqdm import tqdm  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 VERSIONS = ("3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
 WITH_ARCHITECTURES = ("3.6.0", "3.9.0")  # Colab's and the newest
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -51,7 +50,7 @@ def compile_for(nf4, dtype, setting, n_weights=4096 * 4096, capability=75):
     kernel = nf4._dequantize_nf4_kernel
     names = kernel.arg_names
     types = dict.fromkeys(names, "*fp32")
-    types |= {"out_ptr": f"*{TYPES[dtype]}", "weight_ptr": "*u8", "absmax_ptr": "*u8"}
+    types |= {"out_ptr": helpers.POINTERS[dtype], "weight_ptr": "*u8", "absmax_ptr": "*u8"}
     types |= {"n_weights": "i32"}
     types |= dict.fromkeys(constants, "constexpr")
     unaligned = set(constants)
@@ -117,7 +116,7 @@ def facts(compiled, setting):
 def facts_of(nf4, capability, assembly=True, n_weights=4096 * 4096):
     """{dtype: facts} for one architecture, and the reason where it does not compile."""
     found = {}
-    for dtype in TYPES:
+    for dtype in helpers.DTYPES:
         setting = replace(nf4.DEFAULTS[dtype.itemsize], assembly=assembly)
         try:
             entry = facts(compile_for(nf4, dtype, setting, n_weights, capability), setting)
@@ -141,7 +140,7 @@ def all_facts(nf4):
         return found
 
     settings = {}
-    for dtype in TYPES:
+    for dtype in helpers.DTYPES:
         setting = nf4.DEFAULTS[dtype.itemsize]
         settings[name_of(dtype)] = [setting.num_warps, setting.steps]
     report = {"triton": triton.__version__, "settings": settings, **every(75)}
@@ -183,7 +182,7 @@ def report_with(version):
     if last and last[0].startswith('{"triton"'):  # Triton prints there, too
         return json.loads(last[0])
     entry = failed(f"exit status {done.returncode}: {done.stderr[-300:]}")
-    found = {name_of(dtype): entry for dtype in TYPES}
+    found = {name_of(dtype): entry for dtype in helpers.DTYPES}
     return {"triton": version, **found, "loads": found, "ragged": found}
 
 
