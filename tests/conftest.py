@@ -19,15 +19,21 @@ import pytest  # noqa: E402
 
 if not GPU:
     helpers.emulate_assembly()
-TALLY = collections.Counter()
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--tally",
         metavar="FILE",
+        type=Path,
         help="add what the tests counted to FILE (the record's `robustness`)",
     )
+
+
+def pytest_configure(config):
+    path = config.getoption("--tally")
+    if path and not hasattr(config, "workerinput"):  # the workers of pytest-xdist report
+        config.pluginmanager.register(Tally(path))
 
 
 def pytest_collection_modifyitems(items):
@@ -37,28 +43,44 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    """What a worker of pytest-xdist counted."""
-    TALLY.update(getattr(node, "workeroutput", {}).get("tally", {}))
+class Tally:
+    """Writes what the tests counted after each of them, so that a run that is cut keeps it.
 
+    finished  every run that counted into the file came to its end
+    passed, failed, skipped  tests; then what they counted themselves
+    """
 
-def pytest_sessionfinish(session, exitstatus):
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["tally"] = dict(TALLY)
-        return
-    path = session.config.getoption("--tally")
-    if path:  # more than one run may count: what is timed wants the machine to itself
+    def __init__(self, path):
+        self.path, self.finished = path, True
         gpu = torch.cuda.get_device_name() if GPU else "CPU (Triton interpreter)"
-        facts = {"gpu": gpu, "date": datetime.date.today().isoformat()}
-        before = (
-            json.loads(Path(path).read_text()) if Path(path).exists() else facts | {"passed": True}
-        )
-        if facts != {name: before.pop(name) for name in facts}:
-            raise pytest.UsageError(f"{path} was counted elsewhere; expected {facts}")
-        facts["passed"] = before.pop("passed") and exitstatus == 0
-        TALLY.update(before)
-        Path(path).write_text(json.dumps(facts | dict(TALLY), indent=1) + "\n")
+        self.origin = {"gpu": gpu, "date": datetime.date.today().isoformat()}
+        self.counts = collections.Counter(passed=0, failed=0, skipped=0)
+        if path.exists():  # more than one run may count: what is timed wants the machine to itself
+            before = json.loads(path.read_text())
+            if self.origin != {name: before.pop(name) for name in self.origin}:
+                raise pytest.UsageError(f"{path} was counted elsewhere; expected {self.origin}")
+            self.finished = before.pop("finished")
+            self.counts.update(before)
+        self.write(finished=False)
+
+    def write(self, finished):
+        unfinished = self.path.with_name(self.path.name + ".tmp")
+        found = self.origin | {"finished": finished} | dict(self.counts)
+        unfinished.write_text(json.dumps(found, indent=1) + "\n")
+        unfinished.replace(self.path)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            self.counts[report.outcome] += 1
+        if report.when == "teardown":
+            for name, counted in report.user_properties:
+                if name == "tally":
+                    self.counts.update(counted)
+            self.write(finished=False)
+
+    def pytest_sessionfinish(self, exitstatus):
+        to_its_end = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        self.write(self.finished and to_its_end)
 
 
 @pytest.fixture(scope="session")
@@ -82,8 +104,10 @@ def device():
     return "cuda" if GPU else "cpu"
 
 
-@pytest.fixture(scope="session")
-def tally():
+@pytest.fixture
+def tally(request):
     """A Counter for the record: cases, weights, differing, errors, sanitizer_errors, load_calls,
     load_growth_bytes."""
-    return TALLY
+    counted = collections.Counter()
+    yield counted
+    request.node.user_properties.append(("tally", dict(counted)))

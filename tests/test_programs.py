@@ -964,7 +964,8 @@ def test_memory_beyond_the_output(nf4, marked, monkeypatch, tmp_path, more):
         return nf4.dequantize_nf4(layer.weight, layer.weight.quant_state)
 
     figure = types.SimpleNamespace(savefig=lambda *_, **__: None)
-    names = {"GPU": True, "gpu": "NVIDIA Test", "HERE": "NVIDIA Test", "RECORD": marked.record}
+    measured = marked.record | {"gpu": "NVIDIA Test"}
+    names = {"GPU": True, "HERE": "NVIDIA Test", "RECORD": measured}
     names |= {"your_dequantize_nf4": call, "show": lambda *_: None}
     names |= {"formats_figure": figure, "calls_figure": figure}
     helpers.run_cell("score-run", {**vars(nf4), **names})

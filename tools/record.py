@@ -9,12 +9,13 @@
 All runs of a day on one GPU are adopted by one command. Each goes into the list of runs,
 results/<gpu>-runs.json. The record, the outputs and the pictures that are shown are those of the
 median run among the folders given, by its ratio over today's Unsloth in fp16 (of an even number,
-the lower of the two in the middle). Where anything speaks against one of the runs, it is said, and
-nothing changes.
+the lower of the two in the middle). A run that had not its host to itself is listed with a note
+that says so, and is not shown where another had. Where anything speaks against one of the runs, it
+is said, and nothing changes.
 
 A run of Colab's is adopted the same way: put its notebook (as nf4_triton.ipynb) and its results/
-into DIR. Two files may lie beside them, robustness.json (`pytest tests --tally FILE`) and
-t4_rehearsal.json (`tools/rehearse_t4.py`).
+into DIR. Three files may lie beside them: robustness.json (`pytest tests --tally FILE`),
+t4_rehearsal.json (`tools/rehearse_t4.py`) and note.txt, what else its host was doing.
 
 Stated in markdown are tables, between <!-- record:start --> and <!-- record:end --> (`ladder`, of
 results/roads.json, likewise), and figures, between their place in results/, as in
@@ -187,17 +188,20 @@ def record_table(record, runs):
     tables = [markdown_table(titles, rows)]
     exact, score, gpu = record["exact"], record["score"], record["gpu"]
     article = "an" if gpu.startswith(("NVIDIA", "A")) else "a"
-    titles = ["host", "bitwise comparisons", "differ", "points", "recorded runs"]
-    row = [f"{record['cpu']}, {record['cores']} cores", f"{exact['checked']:,}", exact["differing"]]
-    row += [f"{score['total']} of {score['possible']} on {article} {gpu}", len(runs)]
-    tables.append(markdown_table(titles, [row]))
+    told = f"Host: {record['cpu']}, {record['cores']} cores. "
+    told += f"{exact['checked']:,} weights compared bit for bit, {exact['differing']} differ. "
+    told += f"By the challenge's marking {score['total']} of {score['possible']} points"
+    told += f" on {article} {gpu}."
     if record.get("median_of") and len(runs) > 1:
-        shown_is = f"Shown is {rule(record['median_of'])}"
-        tables.append(f"{shown_is}; *runs*: the least and the greatest of all recorded runs.")
-    return "\n\n".join(tables)
+        shared = sum("note" in run for run in runs)
+        told += f" Shown is {rule(record['median_of'])}; *runs*: the least and the greatest of all"
+        told += f" {len(runs)} in `results/{slug(gpu)}-runs.json`, {shared} of them on a busy host."
+    return "\n\n".join([*tables, told])
 
 
 def rule(n_runs):
+    if n_runs == 1:
+        return "the run that had its host to itself"
     return f"the median run of {n_runs} by its ratio over today's Unsloth in fp16"
 
 
@@ -318,6 +322,8 @@ class Run:
             raise ValueError(f"expected {NOTEBOOK.name} and one results/*.json")
         self.name = found[0].stem
         self.record = readable(found[0])
+        note = folder / "note.txt"
+        self.note = {"note": note.read_text().strip()} if note.exists() else {}
         self.beside = {}
         for entry in FROM_TESTS:
             if (folder / f"{entry}.json").exists():
@@ -362,7 +368,7 @@ def objections(run, notebook, listed, rehearsed):
     for baseline in {"unsloth_today", *found["ratios"]}:
         if lacking := set(DTYPES) - set(found["ratios"].get(baseline, ())):
             yield f"no race against {baseline} in {', '.join(sorted(lacking))}"
-    if found in listed:
+    if found in [{name: entry.get(name) for name in found} for entry in listed]:  # but for a note
         yield "it is adopted already"
     for picture in run.pictures:
         if not picture.exists() or not picture.stat().st_size:
@@ -398,7 +404,7 @@ def adopt(*folders, rehearsed=False):
             run = Run(folder)
             listed = listed or list(results.get(f"{run.name}-runs", []))
             wrong += [f"{folder}: {what}" for what in objections(run, notebook, listed, rehearsed)]
-            listed.append(summary(run.record))
+            listed.append(summary(run.record) | run.note)
             runs.append(run)
         except ValueError as error:
             wrong.append(f"{folder}: {error}")
@@ -410,7 +416,8 @@ def adopt(*folders, rehearsed=False):
         wrong.append("the runs are of different GPUs: adopt those of each by a command of its own")
     if wrong:
         raise SystemExit("\n".join([*wrong, NOTHING]))
-    shown = median_run(runs)
+    alone = with_a_host_of_their_own(runs)
+    shown = median_run(alone)
     try:
         files = files_of(shown, runs, listed, notebook, results)
         write(files)
@@ -418,7 +425,7 @@ def adopt(*folders, rehearsed=False):
         raise SystemExit(f"{type(error).__name__}: {said(error)}\n{NOTHING}") from None
     gpu, folder, ratio = shown.record["gpu"], shown.folder, over_todays_unsloth(shown)
     print(f"adopted: {len(runs)} runs on {gpu}; {len(listed)} are recorded now")
-    print(f"shown is {folder}, {ratio:.3f}: {rule(len(runs))}")
+    print(f"shown is {folder}, {ratio:.3f}: {rule(len(alone))}")
 
 
 def over_todays_unsloth(run):
@@ -430,9 +437,14 @@ def median_run(runs):
     return sorted(runs, key=over_todays_unsloth)[(len(runs) - 1) // 2]
 
 
+def with_a_host_of_their_own(runs):
+    """The runs that may be shown: those without a note, or all where each has one."""
+    return [run for run in runs if not run.note] or runs
+
+
 def files_of(shown, runs, listed, notebook, results):
     """{path: contents} of all that changes when these runs are taken in."""
-    record = shown.record | {"median_of": len(runs)}
+    record = shown.record | {"median_of": len(with_a_host_of_their_own(runs))}
     before = results.get(shown.name, {})
     record |= {entry: before[entry] for entry in FROM_TESTS if entry in before}
     for run in runs:
