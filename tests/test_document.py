@@ -492,8 +492,6 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "2.85": "how much slower Python is on Colab's host",
     "13.0": "CUDA",
     "1.15": "the challenge's bar",
-    "3.7": "published: daver987/unsloth-mojo, seconds",
-    "4.1": "published: Talel-bm/Optimized-NF4-dequantization, seconds",
     "2.6": "du of the tests' environment, GB",
     "0.6": "du of one more Triton, GB",
     "3.5.1": "Triton",
@@ -637,7 +635,7 @@ def test_the_tally_of_a_run_that_is_cut(tmp_path):
 
 
 TOLD = (
-    "Host: A Processor, 2 cores. 1,234,567 weights compared bit for bit, 0 differ. "
+    "Host: A Processor, 2 cores. 1,234,567 comparisons bit for bit, 0 differ. "
     "By the challenge's marking 14 of 14 points on a Tesla T4."
 )
 DOCUMENT = """<!-- record:start -->
@@ -765,19 +763,36 @@ def test_the_tables_of_a_record(a_record):
     assert record.record_table(a_record(1.6), runs).splitlines() == [
         "| **Tesla T4**, 2026-11-22: speedup over | fp16 | bf16 | the challenge's mix |",
         "| --- | --- | --- | --- |",
-        "| today's Unsloth (1.2) |" + 3 * " **1.60** (runs 1.40 to 1.75) |",
-        "| Unsloth of the challenge's day (three launches) |"
-        + 3 * " **2.00** (runs 2.00 to 2.00) |",
-        "| PEFT (3.4) |" + 3 * " **3.00** (runs 3.00 to 3.00) |",
-        "| ours through `kernel[grid]` |" + 3 * " **1.25** (runs 1.25 to 1.25) |",
+        "| today's Unsloth (1.2) |" + 3 * " **1.60** (runs 1.40–1.75) |",
+        "| Unsloth of the challenge's day (three launches) |" + 3 * " **2.00** (runs 2.00–2.00) |",
+        "| PEFT (3.4) |" + 3 * " **3.00** (runs 3.00–3.00) |",
+        "| ours through `kernel[grid]` |" + 3 * " **1.25** (runs 1.25–1.25) |",
         "",
         TOLD,
     ]
     shown = record.record_table(a_record(1.6) | {"median_of": 3}, runs).splitlines()[-1]
-    assert shown.startswith(
-        f"{TOLD} Shown is the median run of 3 by its ratio over today's Unsloth"
+    assert shown == (
+        f"{TOLD} It ran 3 times, 0 of them on a busy host: in bold the median run of 3 by its "
+        "ratio over today's Unsloth in fp16, in brackets all (`results/tesla-t4-runs.json`)."
     )
-    assert shown.endswith("of all 3 in `results/tesla-t4-runs.json`, 0 of them on a busy host.")
+
+
+def test_the_t4s_table_is_the_notebooks_estimate(nf4):
+    (found,) = (entry for entry in record.records(RESULTS) if "t4_estimate" in entry)
+    rows = [line.split(" | ") for line in record.t4_table(found).splitlines()[2:]]
+    seconds = {row[0].strip("| "): list(map(float, row[4].split("–"))) for row in rows}
+    assert (nf4.DRIVER, nf4.PYTHON) == (record.DRIVER, record.PYTHON)
+    assert record.N_WEIGHTS * record.ONE_KERNEL_BYTES / record.T4_BYTES_PER_S == nf4.TRAFFIC_S
+    estimate = nf4.t4_estimate(found)
+    for place, published in zip((1, 0), nf4.PUBLISHED_S):
+        over = published / seconds["ours"][place]
+        assert over == pytest.approx(
+            estimate[f"over_three_{'high' if published > 4 else 'low'}"], rel=0.02
+        )
+    low = seconds["today's Unsloth"][0] / seconds["ours"][0]
+    high = seconds["today's Unsloth"][1] / seconds["ours"][1]
+    assert [low, high] == pytest.approx([estimate["low"], estimate["high"]], rel=0.03)
+    assert rows[2][5].strip("| ") == "{} and {}".format(*nf4.PUBLISHED_S)
 
 
 def test_the_ladder():
@@ -844,9 +859,9 @@ def test_of_several_runs_the_median_one_is_shown(copy, a_record, tmp_path, capsy
     assert origin.outputs[0].text == f"run {shown}"
     assert (record.RESULTS / "tesla-t4-calls.png").read_bytes() == f"calls, run {shown}".encode()
     stated = record.README.read_text()
-    assert f"**{shown:.2f}** (runs 1.40 to 1.80)" in stated
+    assert f"**{shown:.2f}** (runs 1.40–1.80)" in stated
     rule = f"the median run of {len(ratios)} by its ratio over today's Unsloth in fp16"
-    assert f"Shown is {rule}" in stated
+    assert f"in bold {rule}" in stated
     printed = capsys.readouterr().out
     assert f"shown is {tmp_path / str(shown)}, {shown:.3f}: {rule}" in printed
 
@@ -860,7 +875,7 @@ def test_a_second_run_lengthens_the_list(copy, a_record):
     assert len(result("tesla-t4-runs")) == 2
     assert result("tesla-t4")["robustness"] == {"cases": 5}
     stated = record.README.read_text()
-    assert "**1.50** (runs 1.23 to 1.50)" in stated and "of all 2 in `results/" in stated
+    assert "**1.50** (runs 1.23–1.50)" in stated and "It ran 2 times" in stated
 
 
 def test_a_notebook_without_cell_ids_is_adopted(copy):
@@ -1048,8 +1063,10 @@ def test_a_run_on_a_busy_host_is_listed_and_not_shown(copy, a_record, tmp_path):
     record.adopt(*folders)
     assert result("tesla-t4")["median_of"] == 1
     stated = record.README.read_text()
-    assert "**1.30** (runs 1.10 to 1.30)" in stated and "2 of them on a busy host." in stated
-    assert "Shown is the run that had its host to itself" in stated
+    assert "**1.30** (runs 1.10–1.30)" in stated
+    assert (
+        "It ran 3 times, 2 of them on a busy host: in bold the run on a host of its own" in stated
+    )
 
 
 def test_runs_of_two_gpus_are_not_mixed(copy, a_record, tmp_path):

@@ -873,8 +873,8 @@ def test_the_removals_cover_the_whole_check():
     assert set(conditions()) == set(CONDITIONS)
     decisions = re.findall(r"^ *(if .*|elif .*|while .*|for .*|.*continue)$", guards(), re.M)
     assert decisions == [
-        "if at is None or not tables_are_there(quant_state):",
-        "if not means_the_same(weight, quant_state):  # while the GPU works",
+        "if at is None or not tables_are_there(quant_state):  # the start would not be safe",
+        "if not means_the_same(weight, quant_state):  # the output would not be right",
         "if (",
     ]
 

@@ -85,7 +85,7 @@ def test_the_emulated_shuffle():
     "edit",
     [
         ("_SHUFFLE.format(4 * (i ^ 1), i)", "_SHUFFLE.format(4 * i, i)"),
-        ("0x101f, -1", "0x1007, -1"),
+        ("0x101f, -1;", "0x1007, -1;"),
         ("${}, $8, nibble", "${}, $9, nibble"),
     ],
     ids=["the other nibble", "lanes beyond 7 out of reach", "the word instead of the code"],
@@ -105,7 +105,7 @@ def test_wrong_assembly_shows_under_the_emulation(device, edit):
 @quick
 @pytest.mark.skipif(GPU, reason="the emulation is for CPUs")
 def test_the_emulation_refuses_what_it_does_not_know():
-    wrong = helpers.load("nf4_unknown_assembly", ("shr.b32 nibble", "shl.b32 nibble"))
+    wrong = helpers.load("nf4_unknown_assembly", ('"shr.b32 nibble', '"shl.b32 nibble'))
     assert not wrong.assembly_works(torch.device("cpu"))
     assert "knows no shl.b32" in wrong.ASSEMBLY[torch.device("cpu")]
 

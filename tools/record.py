@@ -18,7 +18,7 @@ into DIR. Three files may lie beside them: robustness.json (`pytest tests --tall
 t4_rehearsal.json (`tools/rehearse_t4.py`) and note.txt, what else its host was doing.
 
 Stated in markdown are tables, between <!-- record:start --> and <!-- record:end --> (`ladder`, of
-results/roads.json, likewise), and figures, between their place in results/, as in
+results/roads.json, and `t4` likewise), and figures, between their place in results/, as in
 <!-- =nvidia-h200/exact/checked -->, and <!-- / -->, with as many digits as stand there. What lies
 between <!-- unmeasured:start --> and <!-- unmeasured:end --> goes when a T4's run is adopted.
 """
@@ -48,6 +48,16 @@ MEASURED = (
     "harness floor compile t4_estimate launches memory score"
 ).split()
 PICTURES = ("formats", "calls")  # <gpu>-formats.png, <gpu>-calls.png
+DRIVER, PYTHON = 1.9, 2.85  # how much slower they are on Colab's host, as the notebook has it
+T4_BYTES_PER_S = 240e9  # a T4's copies
+ONE_KERNEL_BYTES = 1 / 2 + 1 / 64 + 2  # a weight
+N_WEIGHTS = 601e9 / ONE_KERNEL_BYTES  # in the harness
+T4_ROWS = (  # (label, baseline or None for ours, bytes a weight, published seconds)
+    ("ours", None, ONE_KERNEL_BYTES, ""),
+    ("today's Unsloth", "unsloth_today", ONE_KERNEL_BYTES, ""),
+    # its fp32 scales are written, read, written and read once more
+    ("the three launches", "unsloth_puzzle", ONE_KERNEL_BYTES + 4 * 4 / 64, "3.7 and 4.1"),
+)
 FROM_TESTS = ("robustness", "t4_rehearsal")  # entries of the record that lie beside a run
 SILENT = ("install", "environment", "floor-run")  # cells that may have nothing to say
 FIGURE = re.compile(r"<!-- =(\S+) -->(.*?)<!-- / -->")
@@ -182,27 +192,57 @@ def record_table(record, runs):
             else:
                 with_it = [run["ratios"] for run in runs if baseline in run["ratios"]]
                 of, found = "runs", [ratios[baseline][dtype] for ratios in with_it]
-            spread = f"{of} {min(found):.2f} to {max(found):.2f}"
+            spread = f"{of} {min(found):.2f}–{max(found):.2f}"
             cells.append(f"**{shown[baseline][dtype]:.2f}** ({spread})")
         rows.append(cells)
     tables = [markdown_table(titles, rows)]
     exact, score, gpu = record["exact"], record["score"], record["gpu"]
     article = "an" if gpu.startswith(("NVIDIA", "A")) else "a"
     told = f"Host: {record['cpu']}, {record['cores']} cores. "
-    told += f"{exact['checked']:,} weights compared bit for bit, {exact['differing']} differ. "
+    told += f"{exact['checked']:,} comparisons bit for bit, {exact['differing']} differ. "
     told += f"By the challenge's marking {score['total']} of {score['possible']} points"
     told += f" on {article} {gpu}."
     if record.get("median_of") and len(runs) > 1:
-        shared = sum("note" in run for run in runs)
-        told += f" Shown is {rule(record['median_of'])}; *runs*: the least and the greatest of all"
-        told += f" {len(runs)} in `results/{slug(gpu)}-runs.json`, {shared} of them on a busy host."
+        busy = sum("note" in run for run in runs)
+        told += f" It ran {len(runs)} times, {busy} of them on a busy host: in bold"
+        told += f" {rule(record['median_of'])}, in brackets all (`results/{slug(gpu)}-runs.json`)."
     return "\n\n".join([*tables, told])
 
 
 def rule(n_runs):
     if n_runs == 1:
-        return "the run that had its host to itself"
+        return "the run on a host of its own"
     return f"the median run of {n_runs} by its ratio over today's Unsloth in fp16"
+
+
+def t4_table(record):
+    """The arithmetic of the notebook's t4_estimate as a markdown table, in seconds."""
+    titles = ["seconds on a T4", "bytes", "host here", "host there", "together", "published"]
+    rows = []
+    for label, baseline, n_bytes, published in T4_ROWS:
+        here = []
+        for dtype in ("float16", "bfloat16"):
+            (race,) = (
+                entry
+                for entry in record["harness"]
+                if (entry["dtypes"], entry["baseline"]) == (dtype, baseline or "unsloth_today")
+            )
+            (kernel,) = (
+                row
+                for row in record["formats"]
+                if (row["dtype"], row["format"]) == (dtype, "4096 x 14336")
+            )
+            call_us = race["baseline_us" if baseline else "ours_us"][2]
+            kernel_us = kernel["unsloth_today_us" if baseline else "ours_us"]
+            kernel_us *= n_bytes / ONE_KERNEL_BYTES
+            here.append(9000 * (call_us - kernel_us) / 1e6)
+        moving = N_WEIGHTS * n_bytes / T4_BYTES_PER_S
+        there = [DRIVER * min(here), PYTHON * max(here)]
+        together = [moving + seconds for seconds in there]
+        cells = [f"{low:.2f}–{high:.2f}" for low, high in (sorted(here), there)]
+        cells += ["{:.1f}–{:.1f}".format(*together), published]
+        rows.append([label, f"{moving:.2f}", *cells])
+    return markdown_table(titles, rows)
 
 
 def ladder_table(roads):
@@ -250,15 +290,17 @@ def figure(found, results):
 def restated(text, results):
     """A markdown text with its tables and figures as they are recorded."""
     found = records(results)
-    for name in ("record", "ladder"):
+    for name in ("record", "ladder", "t4"):
         start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
         if start not in text:
             continue
         if name == "ladder":
-            table = ladder_table(results["roads"])
+            tables = [ladder_table(results["roads"])]
+        elif name == "t4":
+            tables = [t4_table(each) for each in found if "t4_estimate" in each]
         else:
             tables = [record_table(each, results[f"{slug(each['gpu'])}-runs"]) for each in found]
-            table = "\n\n".join(tables)
+        table = "\n\n".join(tables)
         text = f"{text.split(start)[0]}{start}\n{table}\n{end}{text.split(end)[1]}"
     if any("T4" in record["gpu"] for record in found):
         text = UNMEASURED.sub("", text)
