@@ -53,9 +53,12 @@ def executed(tmp_path_factory):
     if torch.cuda.is_available():
         pytest.skip("on a GPU this takes minutes: tools/record.py execute")
     folder = tmp_path_factory.mktemp("run")
+    temporary = tmp_path_factory.mktemp("temporary")
     command = [sys.executable, ROOT / "tools" / "record.py", "execute", folder]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert list(temporary.iterdir()) == [], "temporary folders are left"
     return folder, nbformat.read(folder / "nf4_triton.ipynb", as_version=4), done
 
 
@@ -772,7 +775,7 @@ def test_the_tables_of_a_record(a_record):
     ]
     shown = record.record_table(a_record(1.6) | {"median_of": 3}, runs).splitlines()[-1]
     assert shown == (
-        f"{TOLD} It ran 3 times, 0 of them on a busy host: in bold the median run of 3 by its "
+        f"{TOLD} Of 3 runs 0 shared their host: in bold the median run of 3 by its "
         "ratio over today's Unsloth in fp16, in brackets all (`results/tesla-t4-runs.json`)."
     )
 
@@ -875,7 +878,7 @@ def test_a_second_run_lengthens_the_list(copy, a_record):
     assert len(result("tesla-t4-runs")) == 2
     assert result("tesla-t4")["robustness"] == {"cases": 5}
     stated = record.README.read_text()
-    assert "**1.50** (runs 1.23–1.50)" in stated and "It ran 2 times" in stated
+    assert "**1.50** (runs 1.23–1.50)" in stated and "Of 2 runs 0 shared" in stated
 
 
 def test_a_notebook_without_cell_ids_is_adopted(copy):
@@ -1064,9 +1067,7 @@ def test_a_run_on_a_busy_host_is_listed_and_not_shown(copy, a_record, tmp_path):
     assert result("tesla-t4")["median_of"] == 1
     stated = record.README.read_text()
     assert "**1.30** (runs 1.10–1.30)" in stated
-    assert (
-        "It ran 3 times, 2 of them on a busy host: in bold the run on a host of its own" in stated
-    )
+    assert "Of 3 runs 2 shared their host: in bold the one that did not" in stated
 
 
 def test_runs_of_two_gpus_are_not_mixed(copy, a_record, tmp_path):

@@ -26,10 +26,12 @@ between <!-- unmeasured:start --> and <!-- unmeasured:end --> goes when a T4's r
 import hashlib
 import importlib
 import json
+import os
 import re
 import shlex
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,18 +90,20 @@ def run(folder):
     columns = shutil.get_terminal_size().columns  # 80 where a terminal does not know its width
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return papermill.execute_notebook(
-            NOTEBOOK,
-            folder / NOTEBOOK.name,
-            cwd=folder,
-            kernel_name="python3",
-            coalesce_streams=True,
-            # A bar that asked for the screen's rows would stay hidden where there are 0.
-            progress_bar={"ascii": True, "ncols": max(20, columns - 1), "nrows": 24},
-            # Else ipykernel begins with a warning about TCP, and ends an interrupted run with a
-            # traceback of its own. What a cell prints or raises is in the notebook.
-            extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
-        )
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+            os.environ["TMPDIR"] = temporary  # for what the notebook, torch and Unsloth leave
+            return papermill.execute_notebook(
+                NOTEBOOK,
+                folder / NOTEBOOK.name,
+                cwd=folder,
+                kernel_name="python3",
+                coalesce_streams=True,
+                # A bar that asked for the screen's rows would stay hidden where there are 0.
+                progress_bar={"ascii": True, "ncols": max(20, columns - 1), "nrows": 24},
+                # Else ipykernel begins with a warning about TCP, and ends an interrupted run with
+                # a traceback of its own. What a cell prints or raises is in the notebook.
+                extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
+            )
     except papermill.PapermillExecutionError as error:
         what = f"failed: cell {error.cell_index}: {error.ename}: {error.evalue}"
     except KeyboardInterrupt:
@@ -204,14 +208,14 @@ def record_table(record, runs):
     told += f" on {article} {gpu}."
     if record.get("median_of") and len(runs) > 1:
         busy = sum("note" in run for run in runs)
-        told += f" It ran {len(runs)} times, {busy} of them on a busy host: in bold"
+        told += f" Of {len(runs)} runs {busy} shared their host: in bold"
         told += f" {rule(record['median_of'])}, in brackets all (`results/{slug(gpu)}-runs.json`)."
     return "\n\n".join([*tables, told])
 
 
 def rule(n_runs):
     if n_runs == 1:
-        return "the run on a host of its own"
+        return "the one that did not"
     return f"the median run of {n_runs} by its ratio over today's Unsloth in fp16"
 
 
