@@ -30,14 +30,18 @@ def cells():
     return nbformat.read(NOTEBOOK, as_version=4).cells
 
 
-def exports(mark="#| export"):
-    """(file name, source) of each definition cell, in order; the name goes into tracebacks."""
+def exports(mark=r"#\| export"):
+    """(file name, source) of each definition cell, in order; the name goes into tracebacks.
+
+    mark  a pattern: what such a cell begins with, under the title of a folded one
+    """
     code = [
         (f"{NOTEBOOK.name}[cell {i}]", cell.source)
         for i, cell in enumerate(cells())
         if cell.cell_type == "code"
     ]
-    return [(name, source) for name, source in code if source.startswith(mark)]
+    begins = re.compile(rf"(# @title .*\n)?{mark}")
+    return [(name, source) for name, source in code if begins.match(source)]
 
 
 def load(name="nf4_triton", *edits):

@@ -62,6 +62,7 @@ T4_ROWS = (  # (label, baseline or None for ours, bytes a weight, published seco
 )
 FROM_TESTS = ("robustness", "t4_rehearsal")  # entries of the record that lie beside a run
 SILENT = ("install", "environment", "floor-run")  # cells that may have nothing to say
+DEFINITION = re.compile(r"(# @title .*\n)?#\| export")  # how such a cell begins
 FIGURE = re.compile(r"<!-- =(\S+) -->(.*?)<!-- / -->")
 UNMEASURED = re.compile(r"<!-- unmeasured:start -->.*?<!-- unmeasured:end -->\n*", re.S)
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install -q papermill ipykernel"
@@ -358,7 +359,7 @@ def code_hashes(notebook):
     found = {}
     for cell in code_cells(notebook):
         code = re.sub(r"(^|\s+)# .*$", "", cell.source, flags=re.M)
-        found[cell.id] = hashlib.sha256(code.encode()).hexdigest()[:16]
+        found[cell.id] = hashlib.sha256(code.strip().encode()).hexdigest()[:16]
     return found
 
 
@@ -434,7 +435,7 @@ def objections_to_outputs(run, notebook):
     unfinished, silent = [], []
     for cell, executed in zip(cells, done):
         failed = any(output.output_type == "error" for output in executed.outputs)
-        definition = cell.source.startswith("#| export")
+        definition = DEFINITION.match(cell.source)
         if failed or not executed.execution_count:
             unfinished.append(cell.id)
         elif not definition and cell.id not in SILENT and not executed.outputs:
