@@ -339,6 +339,9 @@ def test_a_folded_cell_says_what_it_answers():
         folded = CELLS[name].metadata.get("jupyter", {}).get("source_hidden", False)
         title = re.match(r"# @title \S", source)  # JupyterLab shows the first line alone
         assert folded == bool(title) == (CELLS[name].metadata.get("cellView") == "form"), name
+        # nbdev sees no mark below a title: there it takes them from the metadata.
+        marks = re.findall(r"^#\| (\S+)", source, re.M) if folded else []
+        assert sorted(CELLS[name].metadata.get("nbdev", {})) == sorted(marks), name
 
 
 def test_section_2_ends_with_agreement(executed):
@@ -527,7 +530,6 @@ KINDS += ("plain absmax", "odd address")
 PER_FORMAT = {"format", "shape", "dtype", "ours_us", "unsloth_today_us", "ceiling_us", "fraction"}
 PER_COMPILATION = {"function", "options", "dtype", "graphs", "graph_breaks", "recompiles"}
 PER_COMPILATION |= {"bit_equal", "compiled"}
-SUMMARY = ("date", "cpu", "cores", "ratios", "host", "official_s", "floor")
 CONTENDERS = ("bare", "kernel_grid", "unsloth_today", "unsloth_puzzle", "peft")
 
 
@@ -542,7 +544,7 @@ def test_record_has_its_format(found):
     assert found["launches"] == ["_dequantize_nf4_kernel"]
     assert found["score"]["total"] == sum(row["points"] for row in found["score"]["rows"])
     runs = RESULTS[record.slug(found["gpu"]) + "-runs"]
-    assert record.summary(found) in [{name: run[name] for name in SUMMARY} for run in runs]
+    assert record.is_listed(record.summary(found), runs)
     assert 1 <= found["median_of"] <= len(runs)
     for row in found["compile"]:
         assert set(row) == PER_COMPILATION
@@ -775,8 +777,8 @@ def test_the_tables_of_a_record(a_record):
     ]
     shown = record.record_table(a_record(1.6) | {"median_of": 3}, runs).splitlines()[-1]
     assert shown == (
-        f"{TOLD} Of 3 runs 0 shared their host: in bold the median run of 3 by its "
-        "ratio over today's Unsloth in fp16, in brackets all (`results/tesla-t4-runs.json`)."
+        f"{TOLD} In bold the median run of 3 by its ratio over today's Unsloth in fp16, "
+        "in brackets all 3 (`results/tesla-t4-runs.json`), of which 0 shared their host."
     )
 
 
@@ -865,7 +867,7 @@ def test_of_several_runs_the_median_one_is_shown(copy, a_record, tmp_path, capsy
     stated = record.README.read_text()
     assert f"**{shown:.2f}** (runs 1.40–1.80)" in stated
     rule = f"the median run of {len(ratios)} by its ratio over today's Unsloth in fp16"
-    assert f"in bold {rule}" in stated
+    assert f"In bold {rule}" in stated
     printed = capsys.readouterr().out
     assert f"shown is {tmp_path / str(shown)}, {shown:.3f}: {rule}" in printed
 
@@ -879,7 +881,10 @@ def test_a_second_run_lengthens_the_list(copy, a_record):
     assert len(result("tesla-t4-runs")) == 2
     assert result("tesla-t4")["robustness"] == {"cases": 5}
     stated = record.README.read_text()
-    assert "**1.50** (runs 1.23–1.50)" in stated and "Of 2 runs 0 shared" in stated
+    assert (
+        "**1.50** (runs 1.23–1.50)" in stated
+        and "In bold the run that is shown, in brackets all 2" in stated
+    )
 
 
 def test_a_notebook_without_cell_ids_is_adopted(copy):
@@ -1068,7 +1073,8 @@ def test_a_run_on_a_busy_host_is_listed_and_not_shown(copy, a_record, tmp_path):
     assert result("tesla-t4")["median_of"] == 1
     stated = record.README.read_text()
     assert "**1.30** (runs 1.10–1.30)" in stated
-    assert "Of 3 runs 2 shared their host: in bold the one that did not" in stated
+    assert "In bold the run that is shown, in brackets all 3" in stated
+    assert "of which 2 shared their host." in stated
 
 
 def test_runs_of_two_gpus_are_not_mixed(copy, a_record, tmp_path):

@@ -54,11 +54,17 @@ DRIVER, PYTHON = 1.9, 2.85  # how much slower they are on Colab's host, as the n
 T4_BYTES_PER_S = 240e9  # a T4's copies
 ONE_KERNEL_BYTES = 1 / 2 + 1 / 64 + 2  # a weight
 N_WEIGHTS = 601e9 / ONE_KERNEL_BYTES  # in the harness
-T4_ROWS = (  # (label, baseline or None for ours, bytes a weight, published seconds)
-    ("ours", None, ONE_KERNEL_BYTES, ()),
-    ("today's Unsloth", "unsloth_today", ONE_KERNEL_BYTES, ()),
-    # its fp32 scales are written, read, written and read once more
-    ("the three launches", "unsloth_puzzle", ONE_KERNEL_BYTES + 4 * 4 / 64, (3.7, 4.1)),
+T4_ROWS = (  # (label, the race, whose time in it, whose kernel, bytes a weight, published seconds)
+    ("ours", "unsloth_today", "ours_us", "ours_us", ONE_KERNEL_BYTES, ()),
+    ("today's Unsloth", "unsloth_today", "baseline_us", "unsloth_today_us", ONE_KERNEL_BYTES, ()),
+    (
+        "the three launches",
+        "unsloth_puzzle",
+        "baseline_us",
+        "unsloth_today_us",
+        ONE_KERNEL_BYTES + 4 * 4 / 64,  # fp32 scales are written, read, written and read once more
+        (3.7, 4.1),
+    ),
 )
 FROM_TESTS = ("robustness", "t4_rehearsal")  # entries of the record that lie beside a run
 SILENT = ("install", "environment", "floor-run")  # cells that may have nothing to say
@@ -172,6 +178,11 @@ def summary(record):
     return found | {"floor": record.get("floor")}
 
 
+def is_listed(found, runs):
+    """Whether a run's summary is in the list, whatever note it has there."""
+    return any(found.items() <= run.items() for run in runs)
+
+
 def record_table(record, runs):
     """Two markdown tables: the run that is shown, beside each ratio the range of all runs.
 
@@ -209,15 +220,21 @@ def record_table(record, runs):
     told += f" on {article} {gpu}."
     if record.get("median_of") and len(runs) > 1:
         busy = sum("note" in run for run in runs)
-        told += f" Of {len(runs)} runs {busy} shared their host: in bold"
-        told += f" {rule(record['median_of'])}, in brackets all (`results/{slug(gpu)}-runs.json`)."
+        told += f" In bold {rule(record['median_of'])}, in brackets all {len(runs)}"
+        told += f" (`results/{slug(gpu)}-runs.json`), of which {busy} shared their host."
     return "\n\n".join([*tables, told])
 
 
 def rule(n_runs):
     if n_runs == 1:
-        return "the one that did not"
+        return "the run that is shown"
     return f"the median run of {n_runs} by its ratio over today's Unsloth in fp16"
+
+
+def the_one(rows, **wanted):
+    """The only one of the rows with these values."""
+    (found,) = [row for row in rows if wanted.items() <= row.items()]
+    return found
 
 
 def t4_table(record):
@@ -225,23 +242,13 @@ def t4_table(record):
     titles = ["seconds on a T4", "bytes", "host here", "host there", "together"]
     titles.append("published (its factor)")
     rows = []
-    for label, baseline, n_bytes, published in T4_ROWS:
+    for label, baseline, whose, kernels, n_bytes, published in T4_ROWS:
         here = []
         for dtype in ("float16", "bfloat16"):
-            (race,) = (
-                entry
-                for entry in record["harness"]
-                if (entry["dtypes"], entry["baseline"]) == (dtype, baseline or "unsloth_today")
-            )
-            (kernel,) = (
-                row
-                for row in record["formats"]
-                if (row["dtype"], row["format"]) == (dtype, "4096 x 14336")
-            )
-            call_us = race["baseline_us" if baseline else "ours_us"][2]
-            kernel_us = kernel["unsloth_today_us" if baseline else "ours_us"]
-            kernel_us *= n_bytes / ONE_KERNEL_BYTES
-            here.append(9000 * (call_us - kernel_us) / 1e6)
+            race = the_one(record["harness"], dtypes=dtype, baseline=baseline)
+            kernel = the_one(record["formats"], dtype=dtype, format="4096 x 14336")
+            kernel_us = kernel[kernels] * n_bytes / ONE_KERNEL_BYTES
+            here.append(9000 * (race[whose][2] - kernel_us) / 1e6)
         moving = N_WEIGHTS * n_bytes / T4_BYTES_PER_S
         there = [DRIVER * min(here), PYTHON * max(here)]
         together = [moving + seconds for seconds in there]
@@ -419,7 +426,7 @@ def objections(run, notebook, listed, rehearsed):
     for baseline in {"unsloth_today", *found["ratios"]}:
         if lacking := set(DTYPES) - set(found["ratios"].get(baseline, ())):
             yield f"no race against {baseline} in {', '.join(sorted(lacking))}"
-    if found in [{name: entry.get(name) for name in found} for entry in listed]:  # but for a note
+    if is_listed(found, listed):
         yield "it is adopted already"
     for picture in run.pictures:
         if not picture.exists() or not picture.stat().st_size:
@@ -470,7 +477,7 @@ def adopt(*folders, rehearsed=False):
     alone = with_a_host_of_their_own(runs)
     shown = median_run(alone)
     try:
-        files = files_of(shown, runs, listed, notebook, results)
+        files = files_of(shown, len(alone), runs, listed, notebook, results)
         write(files)
     except (LookupError, TypeError, ValueError, OSError) as error:
         raise SystemExit(f"{type(error).__name__}: {said(error)}\n{NOTHING}") from None
@@ -493,9 +500,9 @@ def with_a_host_of_their_own(runs):
     return [run for run in runs if not run.note] or runs
 
 
-def files_of(shown, runs, listed, notebook, results):
+def files_of(shown, median_of, runs, listed, notebook, results):
     """{path: contents} of all that changes when these runs are taken in."""
-    record = shown.record | {"median_of": len(with_a_host_of_their_own(runs))}
+    record = shown.record | {"median_of": median_of}
     before = results.get(shown.name, {})
     record |= {entry: before[entry] for entry in FROM_TESTS if entry in before}
     for run in runs:
