@@ -5,6 +5,7 @@ import base64
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -35,7 +36,7 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 1770  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 1795  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 117, ("kernel", "lookup", "words")
 HOST = 441
@@ -498,6 +499,8 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "2.85": "how much slower Python is on Colab's host",
     "13.0": "CUDA",
     "1.15": "the challenge's bar",
+    "3.7": "the three launches on a T4, seconds: the notebook that is linked",
+    "4.1": "the same, of another notebook that is linked",
     "2.6": "du of the tests' environment, GB",
     "0.6": "du of one more Triton, GB",
     "3.5.1": "Triton",
@@ -678,14 +681,14 @@ def a_record(nf4):
                 for turn in range(5):
                     for who, seconds in slower.items():
                         row = {"dtype": dtype, "option": option, "round": turn}
-                        rows.append(row | {"who": who, "s": seconds})
+                        rows.append(row | {"who": who, "us": seconds})
         found = dict.fromkeys(record.MEASURED, {})
         found |= {"gpu": gpu, "date": "2026-11-22", "cpu": "A Processor", "cores": 2}
         found |= {"versions": {"unsloth": "1.2", "peft": "3.4"}, "host": {"kept": True}}
         found |= {"bandwidth": {"copy_gbs": 4012.6}, "compile": []}
         found |= {"exact": {"checked": 1_234_567, "differing": 0}}
         found |= {"score": {"rows": [], "total": 14, "possible": 14}}
-        return found | {"harness": nf4.entries(nf4.with_the_mix(rows))}
+        return found | {"harness": nf4.entries(rows)}
 
     return make
 
@@ -782,23 +785,42 @@ def test_the_tables_of_a_record(a_record):
     )
 
 
-def test_the_t4s_table_is_the_notebooks_estimate(nf4):
+def test_the_estimate_for_a_t4(nf4):
+    """By hand: at 4096 x 14336 ours takes 50 us for 40 of kernel here, Unsloth's 72 for 42."""
+    harness, formats = [], []
+    times = {"unsloth_today": 72.0, "unsloth_puzzle": 100.0, "peft": 150.0}
+    for dtype, baseline in itertools.product(("float16", "bfloat16", "original"), times):
+        entry = {"dtypes": dtype, "baseline": baseline, "ours_us": [20.0, 15.0, 50.0]}
+        harness.append(entry | {"baseline_us": [40.0, 30.0, times[baseline]]})
+    for name, dtype in itertools.product(("1024 x 4096", "4096 x 14336"), nf4.DTYPES):
+        row = {"format": name, "dtype": nf4.name_of(dtype), "ours_us": 40.0}
+        formats.append(row | {"unsloth_today_us": 42.0})
+    rows = nf4.t4_estimate({"harness": harness, "formats": formats})
+    assert len(rows) == 3 * 2 * 2 and {row["dtype"] for row in rows} == {"float16", "bfloat16"}
+    by_factor = {(row["who"], row["factor"]): row for row in rows if row["dtype"] == "float16"}
+    moving = 239e9 * (0.5 + 1 / 64 + 2) / 240e9
+    ours, theirs = by_factor["ours", 2.85], by_factor["unsloth_today", 2.85]
+    assert ours["s"] == pytest.approx(moving + 2.85 * 9000 * 10e-6)
+    assert theirs["s"] == pytest.approx(moving + 2.85 * 9000 * 30e-6)
+    three = by_factor["unsloth_puzzle", 1.9]
+    more = (0.5 + 1 / 64 + 2 + 1 / 4) / (0.5 + 1 / 64 + 2)  # fp32 scales, written and read twice
+    assert three["moving_s"] == pytest.approx(moving * more)
+    assert three["host_s"] == pytest.approx(9000 * (100 - 42 * more) / 1e6)
+    ranges = nf4.t4_ranges(rows)
+    low = by_factor["unsloth_today", 1.9]["s"] / by_factor["ours", 1.9]["s"]
+    assert (ranges["low"], ranges["high"]) == pytest.approx((low, theirs["s"] / ours["s"]))
+    over_three = 3.7 / ours["s"], 4.1 / by_factor["ours", 1.9]["s"]
+    found = ranges["over_three_low"], ranges["over_three_high"]
+    assert found == pytest.approx(over_three)
+    table = nf4.t4_table(rows)
+    assert list(table.index) == ["ours", "today's Unsloth", "the three launches"]
+
+
+def test_the_estimate_is_that_of_the_record(nf4):
     (found,) = (entry for entry in record.records(RESULTS) if "t4_estimate" in entry)
-    rows = [line.split(" | ") for line in record.t4_table(found).splitlines()[2:]]
-    seconds = {row[0].strip("| "): list(map(float, row[4].split("–"))) for row in rows}
-    assert (nf4.DRIVER, nf4.PYTHON) == (record.DRIVER, record.PYTHON)
-    assert record.N_WEIGHTS * record.ONE_KERNEL_BYTES / record.T4_BYTES_PER_S == nf4.TRAFFIC_S
-    estimate = nf4.t4_estimate(found)
-    for place, published in zip((1, 0), nf4.PUBLISHED_S):
-        over = published / seconds["ours"][place]
-        assert over == pytest.approx(
-            estimate[f"over_three_{'high' if published > 4 else 'low'}"], rel=0.02
-        )
-    low = seconds["today's Unsloth"][0] / seconds["ours"][0]
-    high = seconds["today's Unsloth"][1] / seconds["ours"][1]
-    assert [low, high] == pytest.approx([estimate["low"], estimate["high"]], rel=0.03)
-    published = [float(cell.split()[0]) for cell in rows[2][5].strip("| ").split(", ")]
-    assert tuple(published) == nf4.PUBLISHED_S
+    rows = nf4.t4_estimate(found)
+    assert found["t4_estimate"]["rows"] == rows
+    assert {"rows": rows} | nf4.t4_ranges(rows) == found["t4_estimate"]
 
 
 def test_the_ladder():

@@ -406,6 +406,19 @@ def check_turned_in_place(nf4, monkeypatch, device):
     assert torch.equal(nf4.dequantize_nf4(weight, state), want.t())
 
 
+def check_turned_first(nf4, monkeypatch, device):
+    """The launch is kept for a weight passed as [1, n]; and then turned back."""
+    weight, state = fresh(nf4, device)
+    weight.data = weight.data.t()
+    nf4.dequantize_nf4(weight, state)
+    count = plain_launches(nf4, monkeypatch)
+    want = dequantize_4bit(weight.data, state)
+    for _ in range(2):
+        assert torch.equal(nf4.dequantize_nf4(weight, state), want)
+        weight.data, want = weight.data.t(), want.t()
+    assert count == [0]
+
+
 def check_0d(nf4, monkeypatch, device):
     weight, state = called(nf4, device, shape=(1, 2))
     with pytest.raises(ValueError, match=r"\[n, 1\] or flat"):
@@ -558,6 +571,7 @@ WATCHED = {
     "another, strided": check_another_strided,
     "transposed": check_transposed,
     "turned in place": check_turned_in_place,
+    "turned first": check_turned_first,
     "halved": check_halved,
     "traced": check_traced,
     "transformed": check_transformed,
@@ -777,7 +791,7 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     "weight_ref() is weight": "another weight object",
     "weight is not None": "weight = None",
     "data_ptr(weight) == weight_at": "weight.data = ...",
-    "weight.nbytes == n_bytes": "halved",
+    "weight.shape == packed_shape": "halved",
     # another weight's,
     "isinstance(weight, torch.Tensor)": "weight as a list",
     "is_plain(weight)": "subclass",
@@ -825,24 +839,26 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     "nf4.offset is offset": "offset in torch.bfloat16",
 }
 OTHERS = {  # what else makes it right -> (its replacement, the case that must then fail)
-    "out = start(at)": ("out = start()", "another weight"),
-    "at is None or not tables": ("not tables", "weight as a list"),
-    "at is None or not tables_are_there(quant_state)": ("at is None", "absmax.data = ..."),
+    "out = start(weight_at)": ("out = start()", "another weight"),
+    "if memory is None:": ("if False:", "absmax.data = ..."),
+    "if not tables_are_there:": ("if False:", "absmax.data = ..."),
+    "if weight_dtype == torch.uint8 else None": ("", "halved"),
     "if not means_the_same(weight, quant_state):": ("if False:", "shape = 128 x 64"),
     "with no_torch_function():": ("with contextlib.nullcontext():", "torch function"),
     "if state2 is not None:  # else": ("if True:  # else", "repeated, plain"),
-    "return out.t() if weight.shape[0] == 1 else out": ("return out", "turned in place"),
+    "return out.t() if turned else out": ("return out", "turned in place"),
+    "return weight_at, turned": ("return weight_at, False", "turned first"),
     "if torch._C._cuda_getDevice() == index:": ("if True:", "device"),
     "current_stream(index)": ("0", "stream"),
 }
-ENDS_THE_PROCESS = ("weight.data_ptr() % 16 == remainder", "at is None or not tables")  # on a GPU
+ENDS_THE_PROCESS = ("weight.data_ptr() % 16 == remainder", "if not tables_are_there:")  # on a GPU
 
 
 def guards():
     """The text of the functions that hold the conditions."""
     cells = "\n".join(source for _, source in helpers.exports())
     text = ""
-    for name in ("call", "address_of", "tables_are_there", "means_the_same", "can_be_kept"):
+    for name in ("call", "memory_of", "means_the_same", "can_be_kept"):
         head = re.search(rf"^( *)def {name}\(.*\n", cells, re.M)
         indent = len(head[1])
         for line in cells[head.end() :].splitlines(True):
@@ -853,9 +869,9 @@ def guards():
 
 
 def conditions():
-    """{condition: its line}: within `if (`, `return (` and `is_another = (`, one on a line."""
+    """{condition: its line}: within `if (`, `return (` and `name = (`, one on a line."""
     found = {}
-    for block in re.findall(r"(?:if|return|is_another =) \(\n(.*?)\n *\)", guards(), re.S):
+    for block in re.findall(r"(?:if|return|\w+ =) \(\n(.*?)\n *\)", guards(), re.S):
         first, *others = [line for line in block.splitlines() if not line.strip().startswith("#")]
         lines = [(first.strip(), first)]
         for line in others:
@@ -873,8 +889,9 @@ def test_the_removals_cover_the_whole_check():
     assert set(conditions()) == set(CONDITIONS)
     decisions = re.findall(r"^ *(if .*|elif .*|while .*|for .*|.*continue)$", guards(), re.M)
     assert decisions == [
-        "if at is None or not tables_are_there(quant_state):  # the start would not be safe",
+        "if memory is None:  # the start would not be safe",
         "if not means_the_same(weight, quant_state):  # the output would not be right",
+        "if not tables_are_there:",
         "if (",
     ]
 
@@ -882,7 +899,8 @@ def test_the_removals_cover_the_whole_check():
 def check_fails_without(text, replacement, name, monkeypatch, device):
     weakened = keeping(helpers.load("nf4_weakened", (text, replacement)), monkeypatch)
     check_right(weakened, *called(weakened, device))  # the rest of it works
-    failures = (AssertionError, AttributeError, IndexError, RuntimeError, pytest.fail.Exception)
+    failures = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError)
+    failures += (pytest.fail.Exception,)
     with pytest.raises(failures):
         if name in NOTICED:
             check_noticed(weakened, device, name)

@@ -584,69 +584,81 @@ def test_races(nf4):
 
     options = nf4.SMALL_OPTIONS
     with pytest.raises(AssertionError, match=r"b: \d+ wrong weights"):
-        nf4.race({"a": noted("a"), "b": noted("b", 1.001)}, torch.float16, 1, 1, options)
+        nf4.race({"a": noted("a"), "b": noted("b", 1.001)}, (torch.float16,), 1, 1, options)
     order.clear()
-    rows = nf4.race({"a": noted("a"), "b": noted("b")}, torch.bfloat16, 3, 2, options)
-    turns = "aaaaaabbbbbb" + "abbaab".replace("a", "a" * 6).replace("b", "b" * 6)  # 2 loops of 3
-    assert "".join(order) == turns * len(options)
-    expected = itertools.product(range(3), range(3), "ab")
-    assert sorted((row["option"], row["round"], row["who"]) for row in rows) == list(expected)
+    dtypes = torch.float16, torch.bfloat16
+    rows = nf4.race({"a": noted("a"), "b": noted("b")}, dtypes, 3, 2, options)
+    n_mlps = len(options) * len(dtypes)
+    turns = ["ab" * n_mlps, "ba" * n_mlps, "ab" * n_mlps]
+    once = {"a": "a" * 6, "b": "b" * 6}  # two loops of three layers
+    checks = once["a"] + once["b"]
+    assert "".join(order) == checks * n_mlps + "".join(once[who] for who in "".join(turns))
+    names = [nf4.name_of(dtype) for dtype in dtypes]
+    expected = sorted(itertools.product(names, range(3), range(3), "ab"))
+    found = [(row["dtype"], row["option"], row["round"], row["who"]) for row in rows]
+    assert sorted(found) == expected
     for row in rows:
-        assert set(row) == {"dtype", "option", "round", "who", "s"}
-        assert row["dtype"] == "bfloat16" and row["s"] > 0
+        assert set(row) == {"dtype", "option", "round", "who", "us"} and row["us"] > 0
+
+
+def test_a_race_counts_a_call_of_three(nf4, monkeypatch):
+    """1.5 s for 250 loops of three calls are 2,000 us a call."""
+    monkeypatch.setattr(nf4, "timed", lambda X, mlp, fx, loops: 1.5 * loops / 250)
+    ours = {"ours": nf4.CONTENDERS["ours"]}
+    rows = nf4.race(ours, (torch.float16,), rounds=1, options=nf4.SMALL_OPTIONS[:1])
+    assert [row["us"] for row in rows] == pytest.approx([2000.0])
 
 
 def made_up_rows(nf4):
-    """Of ours: 1 s an option, 2 s in the second round; another takes 1.5, 2 and 3 times as long."""
+    """Of ours: 1 us an option, 2 in the second round; another takes 1.5, 2 and 3 times as long."""
     rows = []
     for dtype, turn in itertools.product(("float16", "bfloat16"), range(3)):
         ours = 2.0 if turn == 1 else 1.0
         factor = (1.5, 3.0, 2.0)[turn] * (2 if dtype == "bfloat16" else 1)
         for option in range(3):
             row = {"dtype": dtype, "option": option, "round": turn}
-            rows.append(row | {"who": "ours", "s": ours})
-            rows.append(row | {"who": "other", "s": ours * factor})
+            rows.append(row | {"who": "ours", "us": ours})
+            rows.append(row | {"who": "other", "us": ours * factor})
     return rows
 
 
 def test_the_mix_takes_each_option_in_its_own_dtype(nf4):
-    frame = nf4.with_the_mix(made_up_rows(nf4))
-    mix = frame[frame.dtype == "original"]
-    assert len(frame) == 36 + 18 and len(mix) == 18
-    other = mix[(mix.who == "other") & (mix["round"] == 0)].sort_values("option")
-    assert other.s.tolist() == [1.5, 3.0, 3.0]  # fp16, bf16, bf16
-    assert frame.dtype.value_counts().to_dict() == {"float16": 18, "bfloat16": 18, "original": 18}
+    *_, mix = nf4.entries(made_up_rows(nf4))
+    assert mix["dtypes"] == "original"
+    assert mix["baseline_us"] == [2.0, 4.0, 4.0]  # the medians in fp16, bf16, bf16
 
 
 def test_entries_take_ratios_within_a_round(nf4):
-    found = nf4.entries(nf4.with_the_mix(made_up_rows(nf4)), loops=100)
+    found = nf4.entries(made_up_rows(nf4), loops=100)
     by_dtype = {entry["dtypes"]: entry for entry in found}
     assert list(by_dtype) == ["float16", "bfloat16", "original"] and len(found) == 3
-    assert by_dtype["float16"]["ratio"] == {"median": 2.0, "low": 1.5, "high": 3.0}
-    assert by_dtype["bfloat16"]["ratio"] == {"median": 4.0, "low": 3.0, "high": 6.0}
-    ratio = by_dtype["original"]["ratio"]
-    assert ratio == pytest.approx({"median": 10 / 3, "low": 2.5, "high": 5.0})
+    expected = {"float16": (2.0, 1.5, 3.0), "bfloat16": (4.0, 3.0, 6.0)}
+    expected["original"] = (10 / 3, 2.5, 5.0)
+    for dtype, (median, low, high) in expected.items():
+        ratio = by_dtype[dtype]["ratio"]
+        assert ratio == pytest.approx({"median": median, "low": low, "high": high})
     entry = by_dtype["float16"]
     assert entry["baseline"] == "other"
-    assert entry["ours_s"] == [3.0, 6.0, 3.0] and entry["baseline_s"] == [4.5, 18.0, 6.0]
-    # 100 loops of three calls, medians of the rounds: 1 s and 2 s
-    assert entry["ours_us"] == pytest.approx([1e6 / 300] * 3)
-    assert entry["baseline_us"] == pytest.approx([2e6 / 300] * 3)
+    # The medians of the rounds; and 100 loops of three calls for each of three options.
+    assert entry["ours_us"] == [1.0] * 3 and entry["baseline_us"] == [2.0] * 3
+    assert entry["ours_s"] == pytest.approx([9e-4, 18e-4, 9e-4])
+    assert entry["baseline_s"] == pytest.approx([13.5e-4, 54e-4, 18e-4])
 
 
 def test_a_slower_host_leaves_the_floor_as_it_is(nf4, monkeypatch):
     """The host is slower for half of the race, and turns in a round: ours meets it once more."""
 
-    def race(contenders, dtype, rounds=5, loops=1000):
+    def race(contenders, dtypes, rounds=20, loops=250):
         rows = []
-        for option, turn in itertools.product(range(len(nf4.OPTIONS)), range(rounds)):
-            seconds = {
+        cases = itertools.product(dtypes, range(len(nf4.OPTIONS)), range(rounds))
+        for dtype, option, turn in cases:
+            us = {
                 "ours": 1.05 * (1.4 if turn <= rounds // 2 else 1.0),
                 "bare": 1.4 if turn < rounds // 2 else 1.0,
             }
             for who in contenders:
                 row = {"dtype": nf4.name_of(dtype), "option": option, "round": turn}
-                rows.append(row | {"who": who, "s": seconds[who]})
+                rows.append(row | {"who": who, "us": us[who]})
         return rows
 
     names = {"GPU": True, "RECORD": {}, "contenders": nf4.CONTENDERS, "race": race}

@@ -18,7 +18,7 @@ into DIR. Three files may lie beside them: robustness.json (`pytest tests --tall
 t4_rehearsal.json (`tools/rehearse_t4.py`) and note.txt, what else its host was doing.
 
 Stated in markdown are tables, between <!-- record:start --> and <!-- record:end --> (`ladder`, of
-results/roads.json, and `t4` likewise), and figures, between their place in results/, as in
+results/roads.json, likewise), and figures, between their place in results/, as in
 <!-- =nvidia-h200/exact/checked -->, and <!-- / -->, with as many digits as stand there. What lies
 between <!-- unmeasured:start --> and <!-- unmeasured:end --> goes when a T4's run is adopted.
 """
@@ -50,22 +50,6 @@ MEASURED = (
     "harness floor compile t4_estimate launches memory score"
 ).split()
 PICTURES = ("formats", "calls")  # <gpu>-formats.png, <gpu>-calls.png
-DRIVER, PYTHON = 1.9, 2.85  # how much slower they are on Colab's host, as the notebook has it
-T4_BYTES_PER_S = 240e9  # a T4's copies
-ONE_KERNEL_BYTES = 1 / 2 + 1 / 64 + 2  # a weight
-N_WEIGHTS = 601e9 / ONE_KERNEL_BYTES  # in the harness
-T4_ROWS = (  # (label, the race, whose time in it, whose kernel, bytes a weight, published seconds)
-    ("ours", "unsloth_today", "ours_us", "ours_us", ONE_KERNEL_BYTES, ()),
-    ("today's Unsloth", "unsloth_today", "baseline_us", "unsloth_today_us", ONE_KERNEL_BYTES, ()),
-    (
-        "the three launches",
-        "unsloth_puzzle",
-        "baseline_us",
-        "unsloth_today_us",
-        ONE_KERNEL_BYTES + 4 * 4 / 64,  # fp32 scales are written, read, written and read once more
-        (3.7, 4.1),
-    ),
-)
 FROM_TESTS = ("robustness", "t4_rehearsal")  # entries of the record that lie beside a run
 SILENT = ("install", "environment", "floor-run")  # cells that may have nothing to say
 DEFINITION = re.compile(r"(# @title .*\n)?#\| export")  # how such a cell begins
@@ -231,36 +215,6 @@ def rule(n_runs):
     return f"the median run of {n_runs} by its ratio over today's Unsloth in fp16"
 
 
-def the_one(rows, **wanted):
-    """The only one of the rows with these values."""
-    (found,) = [row for row in rows if wanted.items() <= row.items()]
-    return found
-
-
-def t4_table(record):
-    """The arithmetic of the notebook's t4_estimate as a markdown table, in seconds."""
-    titles = ["seconds on a T4", "bytes", "host here", "host there", "together"]
-    titles.append("published (its factor)")
-    rows = []
-    for label, baseline, whose, kernels, n_bytes, published in T4_ROWS:
-        here = []
-        for dtype in ("float16", "bfloat16"):
-            race = the_one(record["harness"], dtypes=dtype, baseline=baseline)
-            kernel = the_one(record["formats"], dtype=dtype, format="4096 x 14336")
-            kernel_us = kernel[kernels] * n_bytes / ONE_KERNEL_BYTES
-            here.append(9000 * (race[whose][2] - kernel_us) / 1e6)
-        moving = N_WEIGHTS * n_bytes / T4_BYTES_PER_S
-        there = [DRIVER * min(here), PYTHON * max(here)]
-        together = [moving + seconds for seconds in there]
-        cells = [f"{low:.2f}–{high:.2f}" for low, high in (sorted(here), there)]
-        factors = []
-        for seconds in published:
-            factors.append(f"{seconds} ({(seconds - moving) / (sum(here) / 2):.1f})")
-        cells += ["{:.1f}–{:.1f}".format(*together), ", ".join(factors)]
-        rows.append([label, f"{moving:.2f}", *cells])
-    return markdown_table(titles, rows)
-
-
 def ladder_table(roads):
     """The steps to the kernel as a markdown table, in the order in which they were measured."""
     facts, steps = {}, []
@@ -306,14 +260,12 @@ def figure(found, results):
 def restated(text, results):
     """A markdown text with its tables and figures as they are recorded."""
     found = records(results)
-    for name in ("record", "ladder", "t4"):
+    for name in ("record", "ladder"):
         start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
         if start not in text:
             continue
         if name == "ladder":
             tables = [ladder_table(results["roads"])]
-        elif name == "t4":
-            tables = [t4_table(each) for each in found if "t4_estimate" in each]
         else:
             tables = [record_table(each, results[f"{slug(each['gpu'])}-runs"]) for each in found]
         table = "\n\n".join(tables)
