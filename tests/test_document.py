@@ -36,10 +36,10 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 1795  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 1800  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 117, ("kernel", "lookup", "words")
-HOST = 441
+HOST = 445
 HOST_CELLS = ("nf4", "check", "launch", "host-function", "operator", "kept", "keep")
 STRETCH = 80  # unfolded lines before an output,
 KERNEL_STRETCH = 80  # and where they begin with the kernel
@@ -492,6 +492,7 @@ def test_what_was_only_expected_of_a_t4_goes_when_one_is_measured():
 
 QUOTED = {  # numbers that stand in no record, and where they come from
     "0.2461": "the code's entry 10",
+    "0.3": "239e9 weights / 32 threads a cycle / 40 multiprocessors / 585 MHz, seconds",
     "0.9": "239e9 weights x 11.5 / 32 over a T4's 40 x 4 schedulers at 585 MHz, seconds",
     "1.9": "how much slower the driver is on Colab's host",
     "2.5": "601 GB at the 240 GB/s of copies, seconds",
@@ -781,7 +782,7 @@ def test_the_tables_of_a_record(a_record):
     shown = record.record_table(a_record(1.6) | {"median_of": 3}, runs).splitlines()[-1]
     assert shown == (
         f"{TOLD} In bold the median run of 3 by its ratio over today's Unsloth in fp16, "
-        "in brackets all 3 (`results/tesla-t4-runs.json`), of which 0 shared their host."
+        "in brackets all 3 (`results/tesla-t4-runs.json`)."
     )
 
 
@@ -796,24 +797,26 @@ def test_the_estimate_for_a_t4(nf4):
         row = {"format": name, "dtype": nf4.name_of(dtype), "ours_us": 40.0}
         formats.append(row | {"unsloth_today_us": 42.0})
     rows = nf4.t4_estimate({"harness": harness, "formats": formats})
-    assert len(rows) == 3 * 2 * 2 and {row["dtype"] for row in rows} == {"float16", "bfloat16"}
-    by_factor = {(row["who"], row["factor"]): row for row in rows if row["dtype"] == "float16"}
+    factors = [row["factor"] for row in rows]
+    assert factors == sorted(factors) and len(rows) == 4
+    by_source = {row["source"]: row for row in rows}
     moving = 239e9 * (0.5 + 1 / 64 + 2) / 240e9
-    ours, theirs = by_factor["ours", 2.85], by_factor["unsloth_today", 2.85]
-    assert ours["s"] == pytest.approx(moving + 2.85 * 9000 * 10e-6)
-    assert theirs["s"] == pytest.approx(moving + 2.85 * 9000 * 30e-6)
-    three = by_factor["unsloth_puzzle", 1.9]
+    python = by_source["Python"]
+    assert python["ours_s"] == pytest.approx(moving + 2.85 * 9000 * 10e-6)
+    assert python["unsloth_today_s"] == pytest.approx(moving + 2.85 * 9000 * 30e-6)
+    assert python["speedup"] == pytest.approx(python["unsloth_today_s"] / python["ours_s"])
     more = (0.5 + 1 / 64 + 2 + 1 / 4) / (0.5 + 1 / 64 + 2)  # fp32 scales, written and read twice
-    assert three["moving_s"] == pytest.approx(moving * more)
-    assert three["host_s"] == pytest.approx(9000 * (100 - 42 * more) / 1e6)
+    three_here = 9000 * (100 - 42 * more) / 1e6
+    assert python["unsloth_puzzle_s"] == pytest.approx(moving * more + 2.85 * three_here)
+    published = [by_source[source] for source in nf4.PUBLISHED_S]
+    for row, seconds in zip(published, (3.7, 4.1)):
+        assert row["unsloth_puzzle_s"] == pytest.approx(seconds)
+        assert row["factor"] == pytest.approx((seconds - moving * more) / three_here)
     ranges = nf4.t4_ranges(rows)
-    low = by_factor["unsloth_today", 1.9]["s"] / by_factor["ours", 1.9]["s"]
-    assert (ranges["low"], ranges["high"]) == pytest.approx((low, theirs["s"] / ours["s"]))
-    over_three = 3.7 / ours["s"], 4.1 / by_factor["ours", 1.9]["s"]
-    found = ranges["over_three_low"], ranges["over_three_high"]
-    assert found == pytest.approx(over_three)
-    table = nf4.t4_table(rows)
-    assert list(table.index) == ["ours", "today's Unsloth", "the three launches"]
+    assert [ranges["low"], ranges["high"]] == [row["speedup"] for row in published]
+    over_three = [row["unsloth_puzzle_s"] / row["ours_s"] for row in published]
+    assert [ranges["over_three_low"], ranges["over_three_high"]] == over_three
+    assert set(nf4.t4_table(rows).index) == set(by_source)
 
 
 def test_the_estimate_is_that_of_the_record(nf4):

@@ -203,9 +203,10 @@ def record_table(record, runs):
     told += f"By the challenge's marking {score['total']} of {score['possible']} points"
     told += f" on {article} {gpu}."
     if record.get("median_of") and len(runs) > 1:
-        busy = sum("note" in run for run in runs)
         told += f" In bold {rule(record['median_of'])}, in brackets all {len(runs)}"
-        told += f" (`results/{slug(gpu)}-runs.json`), of which {busy} shared their host."
+        told += f" (`results/{slug(gpu)}-runs.json`)."
+        if busy := sum("note" in run for run in runs):
+            told += f" Beside {busy} of them the host had other work."
     return "\n\n".join([*tables, told])
 
 
