@@ -39,7 +39,7 @@ WORDS = 2600
 LINES = 1800  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 117, ("kernel", "lookup", "words")
-HOST = 445
+HOST = 446
 HOST_CELLS = ("nf4", "check", "launch", "host-function", "operator", "kept", "keep")
 STRETCH = 80  # unfolded lines before an output,
 KERNEL_STRETCH = 80  # and where they begin with the kernel
@@ -643,10 +643,7 @@ def test_the_tally_of_a_run_that_is_cut(tmp_path):
 # A run is taken in.
 
 
-TOLD = (
-    "Host: A Processor, 2 cores. 1,234,567 comparisons bit for bit, 0 differ. "
-    "By the challenge's marking 14 of 14 points on a Tesla T4."
-)
+TOLD = "Host: A Processor, 2 cores. 1,234,567 comparisons bit for bit, 0 differ."
 DOCUMENT = """<!-- record:start -->
 <!-- record:end -->
 
@@ -750,7 +747,6 @@ def test_a_t4s_run_is_adopted(copy):
         assert stated.index("**Tesla T4**") < stated.index("**NVIDIA H200**")
         assert "**1.23** (rounds " in stated
         assert TOLD in stated
-        assert "14 of 14 points on an NVIDIA H200" in stated
         assert "unmeasured" not in stated and "no time has been measured" not in stated
         assert record.restated(stated, record.load_all()) == stated
     pictures = {path.name for path in record.RESULTS.glob("*.png")}
@@ -813,8 +809,8 @@ def test_the_estimate_for_a_t4(nf4):
         assert row["unsloth_puzzle_s"] == pytest.approx(seconds)
         assert row["factor"] == pytest.approx((seconds - moving * more) / three_here)
     ranges = nf4.t4_ranges(rows)
-    assert [ranges["low"], ranges["high"]] == [row["speedup"] for row in published]
-    over_three = [row["unsloth_puzzle_s"] / row["ours_s"] for row in published]
+    assert [ranges["low"], ranges["high"]] == [rows[0]["speedup"], rows[-1]["speedup"]]
+    over_three = [row["unsloth_puzzle_s"] / row["ours_s"] for row in (rows[0], rows[-1])]
     assert [ranges["over_three_low"], ranges["over_three_high"]] == over_three
     assert set(nf4.t4_table(rows).index) == set(by_source)
 
@@ -1018,7 +1014,7 @@ WRONG = {
     "not a record": (written(THE_RECORD, "{}"), "tesla-t4.json lacks bandwidth, calls, capability"),
     "no floor": (of_record(lambda found: found.pop("floor")), "tesla-t4.json lacks floor"),
     "no entries": (of_record(lambda found: found.update(harness=[{}])), "is not as expected: KeyE"),
-    "no points": (of_record(lambda found: found.update(score={})), "KeyError: no 'total'"),
+    "no points": (of_record(lambda found: found.update(score={})), "its score has no total"),
     "one dtype": (of_record(without_bf16), "no race against .* in bfloat16, original"),
     "no Unsloth": (of_record(without_todays_unsloth), "no race against unsloth_today in bfloat16"),
     "another's": (
@@ -1099,7 +1095,7 @@ def test_a_run_on_a_busy_host_is_listed_and_not_shown(copy, a_record, tmp_path):
     stated = record.README.read_text()
     assert "**1.30** (runs 1.10–1.30)" in stated
     assert "In bold the run that is shown, in brackets all 3" in stated
-    assert "of which 2 shared their host." in stated
+    assert "Beside 2 of them the host had other work." in stated
 
 
 def test_runs_of_two_gpus_are_not_mixed(copy, a_record, tmp_path):

@@ -889,8 +889,8 @@ def test_the_removals_cover_the_whole_check():
     assert set(conditions()) == set(CONDITIONS)
     decisions = re.findall(r"^ *(if .*|elif .*|while .*|for .*|.*continue)$", guards(), re.M)
     assert decisions == [
-        "if memory is None:  # the start would not be safe",
-        "if not means_the_same(weight, quant_state):  # the output would not be right",
+        "if memory is None:  # some memory is not where it was: the start would not be safe",
+        "if not means_the_same(weight, quant_state):  # asked while the GPU works",
         "if not tables_are_there:",
         "if (",
     ]

@@ -589,10 +589,13 @@ def test_races(nf4):
     dtypes = torch.float16, torch.bfloat16
     rows = nf4.race({"a": noted("a"), "b": noted("b")}, dtypes, 3, 2, options)
     n_mlps = len(options) * len(dtypes)
-    turns = ["ab" * n_mlps, "ba" * n_mlps, "ab" * n_mlps]
-    once = {"a": "a" * 6, "b": "b" * 6}  # two loops of three layers
-    checks = once["a"] + once["b"]
-    assert "".join(order) == checks * n_mlps + "".join(once[who] for who in "".join(turns))
+    checks, once = "a" * 6 + "b" * 6, 6  # two loops of three layers
+    timed = "".join(order).removeprefix(checks * n_mlps)[::once]
+    pairs = [timed[i : i + 2] for i in range(0, len(timed), 2)]
+    assert set(pairs) == {"ab", "ba"} and len(pairs) == 3 * n_mlps
+    cells = [(row["dtype"], row["option"]) for row in rows[::2]]
+    rounds = [cells[i : i + n_mlps] for i in range(0, len(cells), n_mlps)]
+    assert len(set(map(tuple, rounds))) == 3, "each round has an order of its own"
     names = [nf4.name_of(dtype) for dtype in dtypes]
     expected = sorted(itertools.product(names, range(3), range(3), "ab"))
     found = [(row["dtype"], row["option"], row["round"], row["who"]) for row in rows]

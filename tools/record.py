@@ -196,12 +196,9 @@ def record_table(record, runs):
             cells.append(f"**{shown[baseline][dtype]:.2f}** ({spread})")
         rows.append(cells)
     tables = [markdown_table(titles, rows)]
-    exact, score, gpu = record["exact"], record["score"], record["gpu"]
-    article = "an" if gpu.startswith(("NVIDIA", "A")) else "a"
+    exact, gpu = record["exact"], record["gpu"]
     told = f"Host: {record['cpu']}, {record['cores']} cores. "
-    told += f"{exact['checked']:,} comparisons bit for bit, {exact['differing']} differ. "
-    told += f"By the challenge's marking {score['total']} of {score['possible']} points"
-    told += f" on {article} {gpu}."
+    told += f"{exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
     if record.get("median_of") and len(runs) > 1:
         told += f" In bold {rule(record['median_of'])}, in brackets all {len(runs)}"
         told += f" (`results/{slug(gpu)}-runs.json`)."
@@ -375,6 +372,8 @@ def objections(run, notebook, listed, rehearsed):
         yield "it is only a rehearsal"
     if record["exact"]["differing"] or not record["exact"]["checked"]:
         yield "of {checked:,} weights {differing:,} differ".format(**record["exact"])
+    if "total" not in record["score"]:
+        yield "its score has no total"
     found = summary(record)
     for baseline in {"unsloth_today", *found["ratios"]}:
         if lacking := set(DTYPES) - set(found["ratios"].get(baseline, ())):
