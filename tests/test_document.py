@@ -383,12 +383,14 @@ def test_notebook_is_made_for_a_t4():
     assert picture == (ROOT / "results" / "warp.png").read_bytes(), "run tools/draw_warp.py"
 
 
-def test_a_comment_may_change_without_a_run_and_code_may_not():
+def test_comments_and_layout_may_change_without_a_run_and_code_may_not():
     def hashed(source):
         cell = nbformat.v4.new_code_cell(source, id="a")
         return str(record.code_hashes(nbformat.v4.new_notebook(cells=[cell])))
 
     assert hashed("x = 1  # one\n# two\ny = 2") == hashed("x = 1\ny = 2  # three")
+    laid_out = "with (\n    a\n):  # one\n    f(b, c)", "with a:\n    f(\n        b, c\n    )"
+    assert hashed(laid_out[0]) == hashed(laid_out[1])
     different = "x = 1", "x = 2", "#| export\nx = 1", "x = '#1'", "x = '#2'"
     assert len(set(map(hashed, different))) == 5
 

@@ -23,6 +23,7 @@ results/roads.json, likewise), and figures, between their place in results/, as 
 between <!-- unmeasured:start --> and <!-- unmeasured:end --> goes when a T4's run is adopted.
 """
 
+import ast
 import hashlib
 import importlib
 import json
@@ -311,13 +312,26 @@ def said(error):
 # Taking runs in.
 
 
+def code_hash(cell):
+    """Of what a cell's code and its marks (#| export) say, not of its layout and other comments."""
+    marks = re.findall(r"^#\|.*", cell.source, re.M)
+    code = structure(ast.parse(cell.source))
+    return hashlib.sha256(repr((marks, code)).encode()).hexdigest()[:16]
+
+
+def structure(node):
+    """A syntax tree as tuples, without what is empty, where Python's versions differ."""
+    if isinstance(node, list):
+        return [structure(each) for each in node]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, [])]
+    return type(node).__name__, [(name, structure(value)) for name, value in fields]
+
+
 def code_hashes(notebook):
-    """{cell id: hash} of the code cells, comments aside: outputs belong to the code."""
-    found = {}
-    for cell in code_cells(notebook):
-        code = re.sub(r"(^|\s+)# .*$", "", cell.source, flags=re.M)
-        found[cell.id] = hashlib.sha256(code.strip().encode()).hexdigest()[:16]
-    return found
+    """{cell id: hash} of the code cells."""
+    return {cell.id: code_hash(cell) for cell in code_cells(notebook)}
 
 
 class Run:
@@ -388,7 +402,7 @@ def objections(run, notebook, listed, rehearsed):
 def objections_to_outputs(run, notebook):
     """Cells are told apart by their places: Colab saves no ids."""
     done, cells = code_cells(run.notebook), code_cells(notebook)
-    if [cell.source for cell in done] != [cell.source for cell in cells]:
+    if list(map(code_hash, done)) != list(map(code_hash, cells)):
         yield "the executed notebook's code differs from the repository's: run it again"
         return
     unfinished, silent = [], []

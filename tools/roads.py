@@ -280,7 +280,7 @@ TAUGHT = {  # what a step taught; the figures are in the rows
     "no eviction policy at all": "policies gain nothing here",
     "the output evicted first, too": "does not help either",
     BY_HAND: "slower than the compiler's",
-    "the scaled table in the lanes, shuffled": "only blocks of 64, no faster",
+    "the scaled table in the lanes, shuffled": "for blocks of 64 alone",
 }
 
 
