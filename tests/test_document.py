@@ -599,12 +599,15 @@ def test_results_are_data():
 
 
 def test_what_the_gpu_tests_counted():
+    """`finished` is false: after all tests the timed ones ran again, and the lent machine's time
+    ended. They are in `timed`, complete, of another host."""
     counted = [entry for entry in record.records(RESULTS) if "robustness" in entry]
-    found = counted[0]["robustness"]
-    assert found["finished"] and found["failed"] == 0 and found["passed"] > 1000
+    found, timed = counted[0]["robustness"], counted[0]["timed"]
+    assert found["failed"] == 0 and found["passed"] > 1170
     assert found["differing"] == found["sanitizer_errors"] == found["load_growth_bytes"] == 0
-    assert found["cases"] >= 3000 and found["errors"] >= 40 and found["load_calls"] >= 100_000
-    assert found["second_gpu_ours_us"] <= 0.6 * found["second_gpu_unsloth_us"]
+    assert found["cases"] >= 12_900 and found["errors"] >= 100 and found["load_calls"] >= 100_000
+    assert timed["second_gpu_ours_us"] <= 0.6 * timed["second_gpu_unsloth_us"]
+    assert not set(timed) & set(found) - {"gpu", "date"}, "a figure stands twice"
 
 
 COUNTING = """
@@ -896,13 +899,17 @@ def test_of_several_runs_the_median_one_is_shown(copy, a_record, tmp_path, capsy
 
 
 def test_a_second_run_lengthens_the_list(copy, a_record):
-    (copy.run / "robustness.json").write_text('{"cases": 5}')
+    (copy.run / "robustness.json").write_text('{"cases": 5, "second_gpu_ours_us": 3.0}')
+    timed = {"gpu": "a", "cases": 5, "training_ms_small": 1.0}
+    (copy.run / "timed.json").write_text(json.dumps(timed))
     record.adopt(copy.run)
     (copy.run / "robustness.json").unlink()
+    (copy.run / "timed.json").unlink()
     write_run(copy.run, a_record(1.5))
     record.adopt(copy.run)
     assert len(result("tesla-t4-runs")) == 2
     assert result("tesla-t4")["robustness"] == {"cases": 5}
+    assert result("tesla-t4")["timed"] == {"gpu": "a", "date": None, "training_ms_small": 1.0}
     stated = record.README.read_text()
     assert (
         "**1.50** (runs 1.23–1.50)" in stated

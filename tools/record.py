@@ -14,7 +14,8 @@ that says so, and is not shown where another had. Where anything speaks against 
 is said, and nothing changes.
 
 A run of Colab's is adopted the same way: put its notebook (as nf4_triton.ipynb) and its results/
-into DIR. Three files may lie beside them: robustness.json (`pytest tests --tally FILE`),
+into DIR. Four files may lie beside them: robustness.json (`pytest tests --tally FILE`), timed.json
+(the same, of the tests that time something, run alone: its times are taken, and no others),
 t4_rehearsal.json (`tools/rehearse_t4.py`) and note.txt, what else its host was doing.
 
 Stated in markdown are tables, between <!-- record:start --> and <!-- record:end --> (`ladder`, of
@@ -51,7 +52,8 @@ MEASURED = (
     "harness floor compile t4_estimate launches memory score"
 ).split()
 PICTURES = ("formats", "calls")  # <gpu>-formats.png, <gpu>-calls.png
-FROM_TESTS = ("robustness", "t4_rehearsal")  # entries of the record that lie beside a run
+FROM_TESTS = ("robustness", "timed", "t4_rehearsal")  # entries of the record beside a run
+TIME = re.compile(r".*_(us|ms_.*)")  # the name of what a test timed
 SILENT = ("install", "environment", "floor-run")  # cells that may have nothing to say
 DEFINITION = re.compile(r"(# @title .*\n)?#\| export")  # how such a cell begins
 FIGURE = re.compile(r"<!-- =(\S+) -->(.*?)<!-- / -->")
@@ -349,12 +351,23 @@ class Run:
         self.beside = {}
         for entry in FROM_TESTS:
             if (folder / f"{entry}.json").exists():
-                self.beside[entry] = readable(folder / f"{entry}.json")
+                self.beside[entry] = without_the_others(entry, readable(folder / f"{entry}.json"))
         self.pictures = [folder / "results" / f"{self.name}-{kind}.png" for kind in PICTURES]
         try:
             self.notebook = nbformat.read(folder / NOTEBOOK.name, as_version=4)
         except Exception as error:  # nbformat has many kinds
             raise ValueError(f"{NOTEBOOK.name} cannot be read: {type(error).__name__}") from None
+
+
+def without_the_others(entry, found):
+    """Of tests that were run in parallel only the counts, of those that were timed only times."""
+    if entry == "robustness":
+        return {name: value for name, value in found.items() if not TIME.fullmatch(name)}
+    if entry == "timed":
+        origin = ("gpu", "date")
+        times = {name: value for name, value in found.items() if TIME.fullmatch(name)}
+        return {name: found.get(name) for name in origin} | times
+    return found
 
 
 def readable(path):
