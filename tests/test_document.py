@@ -497,11 +497,14 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "0.3": "239e9 weights / 32 threads a cycle / 40 multiprocessors / 585 MHz, seconds",
     "0.9": "239e9 weights x 11.5 / 32 over a T4's 40 x 4 schedulers at 585 MHz, seconds",
     "1.9": "how much slower the driver is on Colab's host",
+    "2.8": "(4.1 - 2.75) s / (9000 x 53 us), the three launches' mean beyond their kernels",
     "2.5": "601 GB at the 240 GB/s of copies, seconds",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",
     "2.85": "how much slower Python is on Colab's host",
     "13.0": "CUDA",
     "1.15": "the challenge's bar",
+    "37.0": "PEFT's call less that of the three launches, us: design notes of November 2026",
+    "105.6": "the same of a published run on a T4, the notebook that is linked",
     "3.7": "the three launches on a T4, seconds: the notebook that is linked",
     "4.1": "the same, of another notebook that is linked",
     "2.6": "du of the tests' environment, GB",
@@ -776,14 +779,14 @@ def test_the_tables_of_a_record(a_record):
         "| today's Unsloth (1.2) |" + 3 * " **1.60** (runs 1.40–1.75) |",
         "| Unsloth of the challenge's day (three launches) |" + 3 * " **2.00** (runs 2.00–2.00) |",
         "| PEFT (3.4) |" + 3 * " **3.00** (runs 3.00–3.00) |",
-        "| ours through `kernel[grid]` |" + 3 * " **1.25** (runs 1.25–1.25) |",
+        "| ours, launched the ordinary way (`kernel[grid]`) |" + 3 * " **1.25** (runs 1.25–1.25) |",
         "",
         TOLD,
     ]
     shown = record.record_table(a_record(1.6) | {"median_of": 3}, runs).splitlines()[-1]
     assert shown == (
-        f"{TOLD} In bold the median run of 3 by its ratio over today's Unsloth in fp16, "
-        "in brackets all 3 (`results/tesla-t4-runs.json`)."
+        f"{TOLD} In bold the median run of 3 by its ratio over today's Unsloth in fp16"
+        "; in brackets the lowest and the highest of all 3 (`results/tesla-t4-runs.json`)."
     )
 
 
@@ -913,7 +916,8 @@ def test_a_second_run_lengthens_the_list(copy, a_record):
     stated = record.README.read_text()
     assert (
         "**1.50** (runs 1.23–1.50)" in stated
-        and "In bold the run that is shown, in brackets all 2" in stated
+        and "In bold the run that is shown; in brackets the lowest and the highest of all 2"
+        in stated
     )
 
 
@@ -1103,7 +1107,9 @@ def test_a_run_on_a_busy_host_is_listed_and_not_shown(copy, a_record, tmp_path):
     assert result("tesla-t4")["median_of"] == 1
     stated = record.README.read_text()
     assert "**1.30** (runs 1.10–1.30)" in stated
-    assert "In bold the run that is shown, in brackets all 3" in stated
+    assert (
+        "In bold the run that is shown; in brackets the lowest and the highest of all 3" in stated
+    )
     assert "Beside 2 of them the host had other work." in stated
 
 

@@ -45,7 +45,7 @@ BASELINES = {  # the rows of the table; a contender that does not exist on a mac
     "unsloth_today": "today's Unsloth ({unsloth})",
     "unsloth_puzzle": "Unsloth of the challenge's day (three launches)",
     "peft": "PEFT ({peft})",
-    "kernel_grid": "ours through `kernel[grid]`",
+    "kernel_grid": "ours, launched the ordinary way (`kernel[grid]`)",
 }
 MEASURED = (
     "gpu capability date versions cpu cores exact tune formats bandwidth calls host official_s "
@@ -203,8 +203,8 @@ def record_table(record, runs):
     told = f"Host: {record['cpu']}, {record['cores']} cores. "
     told += f"{exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
     if record.get("median_of") and len(runs) > 1:
-        told += f" In bold {rule(record['median_of'])}, in brackets all {len(runs)}"
-        told += f" (`results/{slug(gpu)}-runs.json`)."
+        told += f" In bold {rule(record['median_of'])}; in brackets the lowest and the highest of"
+        told += f" all {len(runs)} (`results/{slug(gpu)}-runs.json`)."
         if busy := sum("note" in run for run in runs):
             told += f" Beside {busy} of them the host had other work."
     return "\n\n".join([*tables, told])
