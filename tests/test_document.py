@@ -916,8 +916,7 @@ def test_a_second_run_lengthens_the_list(copy, a_record):
     stated = record.README.read_text()
     assert (
         "**1.50** (runs 1.23–1.50)" in stated
-        and "In bold the run that is shown; in brackets the lowest and the highest of all 2"
-        in stated
+        and "bold the run that is shown; in brackets the lowest and the highest of all 2" in stated
     )
 
 
@@ -1107,9 +1106,7 @@ def test_a_run_on_a_busy_host_is_listed_and_not_shown(copy, a_record, tmp_path):
     assert result("tesla-t4")["median_of"] == 1
     stated = record.README.read_text()
     assert "**1.30** (runs 1.10–1.30)" in stated
-    assert (
-        "In bold the run that is shown; in brackets the lowest and the highest of all 3" in stated
-    )
+    assert "bold the run that is shown; in brackets the lowest and the highest of all 3" in stated
     assert "Beside 2 of them the host had other work." in stated
 
 
