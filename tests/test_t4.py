@@ -27,7 +27,8 @@ from triton.backends import backends
 
 AT_HAND = importlib.metadata.version("triton")
 VERSIONS = ["3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0"]
-COMPILED_NOW = sorted({AT_HAND, "3.6.0", "3.9.0"})  # Colab's and the newest, which pip installs
+NEWEST = "3.9.0" if sys.version_info >= (3, 11) else "3.8.0"  # for Python 3.10 there is no 3.9
+COMPILED_NOW = sorted({AT_HAND, "3.6.0", NEWEST})  # Colab's and the newest, which pip installs
 ARCHITECTURES = ["80", "86", "89", "90", "100", "120"]
 DTYPES = {"float16", "bfloat16", "float32"}
 MOST = {"float16": 7.6, "bfloat16": 11.6}  # instructions per weight
