@@ -608,8 +608,8 @@ def test_what_the_gpu_tests_counted():
     found, timed = counted[0]["robustness"], counted[0]["timed"]
     assert found["failed"] == 0 and found["passed"] + found["skipped"] >= 1196
     assert found["skipped"] <= 22, "for stacks and GPUs that are not there"
-    assert {"second_gpu_ours_us", "training_ms_small_1024_ours"} <= set(timed)
-    assert {"training_ms_llama8b_2048_ours", "training_ms_unsloth_ours"} <= set(timed)
+    sizes = ("small_1024", "llama8b_256", "llama8b_2048", "unsloth")
+    assert {f"training_ms_{size}_ours" for size in sizes} <= set(timed)
     assert found["differing"] == found["sanitizer_errors"] == found["load_growth_bytes"] == 0
     assert found["cases"] >= 12_900 and found["errors"] >= 100 and found["load_calls"] >= 100_000
     assert timed["second_gpu_ours_us"] <= 0.6 * timed["second_gpu_unsloth_us"]
@@ -917,10 +917,8 @@ def test_a_second_run_lengthens_the_list(copy, a_record):
     assert result("tesla-t4")["robustness"] == {"cases": 5}
     assert result("tesla-t4")["timed"] == {"gpu": "a", "date": None, "training_ms_small": 1.0}
     stated = record.README.read_text()
-    assert (
-        "**1.50** (runs 1.23–1.50)" in stated
-        and "bold the run that is shown; in brackets the lowest and the highest of all 2" in stated
-    )
+    assert "**1.50** (runs 1.23–1.50)" in stated
+    assert "bold the run that is shown; in brackets the lowest and the highest of all 2" in stated
 
 
 def test_a_notebook_without_cell_ids_is_adopted(copy):

@@ -840,7 +840,10 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
 }
 OTHERS = {  # what else makes it right -> (its replacement, the case that must then fail)
     "out = start(weight_at)": ("out = start()", "another weight"),
-    "if memory is None:": ("if False:", "absmax.data = ..."),
+    " " * 12 + "if memory is None:": (
+        " " * 12 + "memory = memory or (weight.data_ptr(), False)\n" + " " * 12 + "if False:",
+        "absmax.data = ...",
+    ),
     "if not tables_are_there:": ("if False:", "absmax.data = ..."),
     "if weight_dtype == torch.uint8 else None": ("", "halved"),
     "if not means_the_same(weight, quant_state):": ("if False:", "shape = 128 x 64"),
@@ -851,7 +854,11 @@ OTHERS = {  # what else makes it right -> (its replacement, the case that must t
     "if torch._C._cuda_getDevice() == index:": ("if True:", "device"),
     "current_stream(index)": ("0", "stream"),
 }
-ENDS_THE_PROCESS = ("weight.data_ptr() % 16 == remainder", "if not tables_are_there:")  # on a GPU
+ENDS_THE_PROCESS = (  # on a GPU
+    "weight.data_ptr() % 16 == remainder",
+    "if not tables_are_there:",
+    " " * 12 + "if memory is None:",
+)
 
 
 def guards():
@@ -899,8 +906,7 @@ def test_the_removals_cover_the_whole_check():
 def check_fails_without(text, replacement, name, monkeypatch, device):
     weakened = keeping(helpers.load("nf4_weakened", (text, replacement)), monkeypatch)
     check_right(weakened, *called(weakened, device))  # the rest of it works
-    failures = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError)
-    failures += (pytest.fail.Exception,)
+    failures = (AssertionError, AttributeError, IndexError, RuntimeError, pytest.fail.Exception)
     with pytest.raises(failures):
         if name in NOTICED:
             check_noticed(weakened, device, name)
