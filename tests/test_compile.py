@@ -52,6 +52,8 @@ def test_one_graph_for_layers_of_two_shapes_and_two_networks(nf4, device, dtype,
     for row in rows:
         assert row["dtype"] == nf4.name_of(dtype), row
         assert {name: row[name] for name in wanted} == wanted, row
+        for us in (row["eager_us"], row["compiled_us"]):
+            assert us > 0 if GPU else us is None
 
 
 def test_the_report_can_fail(nf4, device):
@@ -64,7 +66,8 @@ def test_the_report_can_fail(nf4, device):
     report = nf4.compile_report(function, layers, right, device)
     assert report["bit_equal"] and (report["graphs"], report["recompiles"]) == (2, 1)
     wrong = [[out * 2] for (out,) in right]
-    assert not nf4.compile_report(function, layers, wrong, device)["bit_equal"]
+    report = nf4.compile_report(function, layers, wrong, device)
+    assert not report["bit_equal"] and report["eager_us"] is report["compiled_us"] is None
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (64, 64), (1, 1)])

@@ -36,7 +36,7 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 1800  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 1840  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 117, ("kernel", "lookup", "words")
 HOST = 446
@@ -497,7 +497,6 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "0.3": "239e9 weights / 32 threads a cycle / 40 multiprocessors / 585 MHz, seconds",
     "0.9": "239e9 weights x 11.5 / 32 over a T4's 40 x 4 schedulers at 585 MHz, seconds",
     "1.9": "how much slower the driver is on Colab's host",
-    "2.8": "(4.1 - 2.75) s / (9000 x 53 us), the three launches' mean beyond their kernels",
     "2.5": "601 GB at the 240 GB/s of copies, seconds",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",
     "2.85": "how much slower Python is on Colab's host",
@@ -538,7 +537,7 @@ KINDS = ("50257 x 768", "4097 x 14337", "blocks of 32", "blocks of 128", "blocks
 KINDS += ("plain absmax", "odd address")
 PER_FORMAT = {"format", "shape", "dtype", "ours_us", "unsloth_today_us", "ceiling_us", "fraction"}
 PER_COMPILATION = {"function", "options", "dtype", "graphs", "graph_breaks", "recompiles"}
-PER_COMPILATION |= {"bit_equal", "compiled"}
+PER_COMPILATION |= {"bit_equal", "compiled", "eager_us", "compiled_us"}
 CONTENDERS = ("bare", "kernel_grid", "unsloth_today", "unsloth_puzzle", "peft")
 
 
@@ -559,6 +558,7 @@ def test_record_has_its_format(found):
         assert set(row) == PER_COMPILATION
         assert row["graphs"] == 1 and row["graph_breaks"] == row["recompiles"] == 0
         assert row["bit_equal"] and row["compiled"]
+        assert row["eager_us"] > 0 and row["compiled_us"] > 0
     functions = {row["function"] for row in found["compile"]}
     assert functions == {"dequantization", "forward pass", "training step"}
 
@@ -602,11 +602,11 @@ def test_results_are_data():
 
 
 def test_what_the_gpu_tests_counted():
-    """`finished` is false: when all 1,196 had ended, the timed ones ran once more, and the lent
-    machine's time was over. Those are in `timed`, complete, of another host."""
+    """All in one run on two GPUs; those that time something (`timed`) after it, alone."""
     counted = [entry for entry in record.records(RESULTS) if "robustness" in entry]
     found, timed = counted[0]["robustness"], counted[0]["timed"]
-    assert found["failed"] == 0 and found["passed"] + found["skipped"] >= 1196
+    assert found["finished"] and found["failed"] == 0
+    assert found["passed"] + found["skipped"] >= 1196
     assert found["skipped"] <= 22, "for stacks and GPUs that are not there"
     sizes = ("small_1024", "llama8b_256", "llama8b_2048", "unsloth")
     assert {f"training_ms_{size}_ours" for size in sizes} <= set(timed)
@@ -667,11 +667,13 @@ DOCUMENT = """<!-- record:start -->
 
 A copy reaches <!-- =nvidia-h200/bandwidth/copy_gbs -->3,900<!-- / --> GB/s.
 """
-ROADS = {"rows": [], "taught": {"chain of selects": "too many", "shuffles": "few instructions"}}
+TAUGHT = {"chain of selects": "too many", "shuffles: ours": "few instructions"}
+ROADS = {"rows": [], "taught": TAUGHT}
 for step, dtype, us, instructions in (
     ("chain of selects", "float16", 126.04, 38.4375),
     ("chain of selects", "bfloat16", 126.12, None),
-    ("shuffles", "float16", 41.28, 7.5),
+    ("shuffles: ours", "float16", 41.28, 7.5),
+    ("two loops", "float16", 42.0, 7.5),
 ):
     row = {"step": step, "dtype": dtype, "us": us, "ceiling_us": 40.0}
     ROADS["rows"].append(row | {"sm_75_instructions": instructions})
@@ -794,16 +796,17 @@ def test_the_tables_of_a_record(a_record):
 
 
 def test_the_estimate_for_a_t4(nf4):
-    """By hand: at 4096 x 14336 ours takes 50 us for 40 of kernel here, Unsloth's 72 for 42."""
+    """By hand: ours takes 50 us for 40 of kernel here, Unsloth's 72 for 42, at every shape."""
     harness, formats = [], []
-    times = {"unsloth_today": 72.0, "unsloth_puzzle": 100.0, "peft": 150.0}
+    times = {"kernel_grid": 71.0, "unsloth_today": 72.0, "unsloth_puzzle": 100.0, "peft": 150.0}
     for dtype, baseline in itertools.product(("float16", "bfloat16", "original"), times):
-        entry = {"dtypes": dtype, "baseline": baseline, "ours_us": [20.0, 15.0, 50.0]}
-        harness.append(entry | {"baseline_us": [40.0, 30.0, times[baseline]]})
-    for name, dtype in itertools.product(("1024 x 4096", "4096 x 14336"), nf4.DTYPES):
-        row = {"format": name, "dtype": nf4.name_of(dtype), "ours_us": 40.0}
+        entry = {"dtypes": dtype, "baseline": baseline, "ours_us": [45.0, 50.0, 55.0]}
+        harness.append(entry | {"baseline_us": [times[baseline]] * 3})
+    for shape, dtype in itertools.product(nf4.SHAPES, nf4.DTYPES):
+        row = {"format": "{} x {}".format(*shape), "dtype": nf4.name_of(dtype), "ours_us": 40.0}
         formats.append(row | {"unsloth_today_us": 42.0})
-    rows = nf4.t4_estimate({"harness": harness, "formats": formats})
+    found = {"harness": harness, "formats": formats}
+    rows = nf4.t4_estimate(found)
     factors = [row["factor"] for row in rows]
     assert factors == sorted(factors) and len(rows) == 4
     by_source = {row["source"]: row for row in rows}
@@ -826,6 +829,24 @@ def test_the_estimate_for_a_t4(nf4):
     assert set(nf4.t4_table(rows).index) == set(by_source)
 
 
+def test_what_a_call_takes_beyond_its_kernel(nf4):
+    """Three shapes for each; the mix would repeat them, and PEFT's kernels are not known."""
+    harness, formats = [], []
+    for dtype, baseline in itertools.product(("float16", "original"), ("peft", "kernel_grid")):
+        entry = {"dtypes": dtype, "baseline": baseline, "ours_us": [45.0, 50.0, 55.0]}
+        harness.append(entry | {"baseline_us": [61.0, 62.0, 63.0]})
+    for shape in nf4.HARNESS_SHAPES:
+        row = {"format": "{} x {}".format(*shape), "dtype": "float16", "ours_us": 40.0}
+        formats.append(row | {"unsloth_today_us": 42.0})
+    rows = nf4.beyond_the_kernel({"harness": harness, "formats": formats})
+    assert all(row["dtype"] == "float16" for row in rows) and len(rows) == 6
+    issue = {"ours_us": 4.0, "kernel_grid_us": 20.0}
+    table = nf4.beyond_table(rows, issue)
+    assert table.loc["ours"].tolist() == [5.0, 10.0, 15.0, 4.0]
+    assert table.loc[nf4.LABELS["kernel_grid"]].tolist() == [21.0, 22.0, 23.0, 20.0]
+    assert list(table.columns[:3]) == ["{} x {}".format(*shape) for shape in nf4.HARNESS_SHAPES]
+
+
 def test_the_estimate_is_that_of_the_record(nf4):
     (found,) = (entry for entry in record.records(RESULTS) if "t4_estimate" in entry)
     rows = nf4.t4_estimate(found)
@@ -839,8 +860,10 @@ def test_the_ladder():
         "| bf16, instructions | what it taught |",
         "| --- | --- | --- | --- | --- | --- |",
         "| chain of selects | 32 | 32 | 38.4 |  | too many |",
-        "| shuffles | 97 |  | 7.5 |  | few instructions |",
+        "| shuffles: ours | 97 |  | 7.5 |  | few instructions |",
     ]
+    variants = record.ladder_table(ROADS, variants=True).splitlines()
+    assert variants[2:] == ["| two loops | 95 |  | 7.5 |  |  |"]
 
 
 FIGURES = [
@@ -1107,8 +1130,8 @@ def test_a_run_on_a_busy_host_is_listed_and_not_shown(copy, a_record, tmp_path):
     assert result("tesla-t4")["median_of"] == 1
     stated = record.README.read_text()
     assert "**1.30** (runs 1.10–1.30)" in stated
-    assert "bold the run that is shown; in brackets the lowest and the highest of all 3" in stated
-    assert "Beside 2 of them the host had other work." in stated
+    told = "In bold the run that is shown; in brackets the lowest and the highest of all 3"
+    assert f"{told}, 2 of them beside other work (`results/" in stated
 
 
 def test_runs_of_two_gpus_are_not_mixed(copy, a_record, tmp_path):

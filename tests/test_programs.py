@@ -621,7 +621,7 @@ def made_up_rows(nf4):
         for option in range(3):
             row = {"dtype": dtype, "option": option, "round": turn}
             rows.append(row | {"who": "ours", "us": ours})
-            rows.append(row | {"who": "other", "us": ours * factor})
+            rows.append(row | {"who": "peft", "us": ours * factor})
     return rows
 
 
@@ -641,7 +641,7 @@ def test_entries_take_ratios_within_a_round(nf4):
         ratio = by_dtype[dtype]["ratio"]
         assert ratio == pytest.approx({"median": median, "low": low, "high": high})
     entry = by_dtype["float16"]
-    assert entry["baseline"] == "other"
+    assert entry["baseline"] == "peft"
     # The medians of the rounds; and 100 loops of three calls for each of three options.
     assert entry["ours_us"] == [1.0] * 3 and entry["baseline_us"] == [2.0] * 3
     assert entry["ours_s"] == pytest.approx([9e-4, 18e-4, 9e-4])

@@ -18,8 +18,8 @@ into DIR. Four files may lie beside them: robustness.json (`pytest tests --tally
 (the same, of the tests that time something, run alone: its times are taken, and no others),
 t4_rehearsal.json (`tools/rehearse_t4.py`) and note.txt, what else its host was doing.
 
-Stated in markdown are tables, between <!-- record:start --> and <!-- record:end --> (`ladder`, of
-results/roads.json, likewise), and figures, between their place in results/, as in
+Stated in markdown are tables, between <!-- record:start --> and <!-- record:end --> (`ladder` and
+`variants`, of results/roads.json, likewise), and figures, between their place in results/, as in
 <!-- =nvidia-h200/exact/checked -->, and <!-- / -->, with as many digits as stand there. What lies
 between <!-- unmeasured:start --> and <!-- unmeasured:end --> goes when a T4's run is adopted.
 """
@@ -204,9 +204,10 @@ def record_table(record, runs):
     told += f"{exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
     if record.get("median_of") and len(runs) > 1:
         told += f" In bold {rule(record['median_of'])}; in brackets the lowest and the highest of"
-        told += f" all {len(runs)} (`results/{slug(gpu)}-runs.json`)."
+        told += f" all {len(runs)}"
         if busy := sum("note" in run for run in runs):
-            told += f" Beside {busy} of them the host had other work."
+            told += f", {busy} of them beside other work"
+        told += f" (`results/{slug(gpu)}-runs.json`)."
     return "\n\n".join([*tables, told])
 
 
@@ -216,8 +217,9 @@ def rule(n_runs):
     return f"the median run of {n_runs} by its ratio over today's Unsloth in fp16"
 
 
-def ladder_table(roads):
-    """The steps to the kernel as a markdown table, in the order in which they were measured."""
+def ladder_table(roads, variants=False):
+    """The steps to the kernel as a markdown table, in the order in which they were measured; or
+    its variants, which follow the row of ours."""
     facts, steps = {}, []
     for row in roads["rows"]:
         facts[row["step"], row["dtype"]] = row
@@ -225,7 +227,8 @@ def ladder_table(roads):
             steps.append(row["step"])
     titles = ["step", "fp16, % of the ceiling", "bf16, %", "fp16, instructions for a T4"]
     rows = []
-    for step in steps:
+    after_ours = next(i for i, step in enumerate(steps, 1) if step.endswith(": ours"))
+    for step in steps[after_ours:] if variants else steps[:after_ours]:
         both = [facts.get((step, dtype), {}) for dtype in ("float16", "bfloat16")]
         shares = [
             f"{100 * row['ceiling_us'] / row['us']:.0f}" if row.get("us") else "" for row in both
@@ -261,12 +264,12 @@ def figure(found, results):
 def restated(text, results):
     """A markdown text with its tables and figures as they are recorded."""
     found = records(results)
-    for name in ("record", "ladder"):
+    for name in ("record", "ladder", "variants"):
         start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
         if start not in text:
             continue
-        if name == "ladder":
-            tables = [ladder_table(results["roads"])]
+        if name in ("ladder", "variants"):
+            tables = [ladder_table(results["roads"], name == "variants")]
         else:
             tables = [record_table(each, results[f"{slug(each['gpu'])}-runs"]) for each in found]
         table = "\n\n".join(tables)
