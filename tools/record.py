@@ -20,8 +20,9 @@ t4_rehearsal.json (`tools/rehearse_t4.py`) and note.txt, what else its host was 
 
 Stated in markdown are tables, between <!-- record:start --> and <!-- record:end --> (`ladder` and
 `variants`, of results/roads.json, likewise), and figures, between their place in results/, as in
-<!-- =nvidia-h200/exact/checked -->, and <!-- / -->, with as many digits as stand there. What lies
-between <!-- unmeasured:start --> and <!-- unmeasured:end --> goes when a T4's run is adopted.
+<!-- =nvidia-h200/exact/checked -->, and <!-- / -->, with as many digits as stand there (of two
+places with a colon between, the quotient). What lies between
+<!-- unmeasured:start --> and <!-- unmeasured:end --> goes when a T4's run is adopted.
 """
 
 import ast
@@ -198,23 +199,27 @@ def record_table(record, runs):
             spread = f"{of} {min(found):.2f}–{max(found):.2f}"
             cells.append(f"**{shown[baseline][dtype]:.2f}** ({spread})")
         rows.append(cells)
+    single = [run["official_s"]["unsloth_today"] / run["official_s"]["ours"] for run in runs]
+    here = record["official_s"]["unsloth_today"] / record["official_s"]["ours"]
+    spread = f" (runs {min(single):.2f}–{max(single):.2f})" if len(runs) > 1 else ""
+    rows.append(["today's Unsloth, `test_dequantize` run once", "", "", f"{here:.2f}{spread}"])
     tables = [markdown_table(titles, rows)]
     exact, gpu = record["exact"], record["gpu"]
     told = f"Host: {record['cpu']}, {record['cores']} cores. "
     told += f"{exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
     if record.get("median_of") and len(runs) > 1:
-        told += f" In bold {rule(record['median_of'])}; in brackets the lowest and the highest of"
-        told += f" all {len(runs)}"
+        told += f" In bold is {rule(record['median_of'])}. In brackets are the lowest and the"
+        told += f" highest of all {len(runs)} (`results/{slug(gpu)}-runs.json`)"
         if busy := sum("note" in run for run in runs):
-            told += f", {busy} of them beside other work"
-        told += f" (`results/{slug(gpu)}-runs.json`)."
+            told += f"; {busy} of them ran beside other work, and are not shown"
+        told += "."
     return "\n\n".join([*tables, told])
 
 
 def rule(n_runs):
     if n_runs == 1:
         return "the run that is shown"
-    return f"the median run of {n_runs} by its ratio over today's Unsloth in fp16"
+    return f"the median of {n_runs} runs, ordered by the ratio over today's Unsloth in fp16"
 
 
 def ladder_table(roads, variants=False):
@@ -240,25 +245,39 @@ def ladder_table(roads, variants=False):
 
 
 def markdown_table(titles, rows):
-    lines = [titles, ["---"] * len(titles), *rows]
+    """Columns of numbers stand at the right."""
+    rules = []
+    for column in zip(*rows):
+        numbers = all(re.fullmatch(r"[\d.]*", cell) for cell in column) and any(column)
+        rules.append("---:" if numbers else "---")
+    lines = [titles, rules, *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def figure(found, results):
-    """A figure's mark with what stands at its place in results/, with as many digits as before."""
+    """A figure's mark with what stands at its place in results/, with as many digits as before.
+
+    A place of the form a:b is the quotient of what stands at a and at b.
+    """
     place, stated = found[1], found[2]
-    value = results
-    try:
-        for key in place.split("/"):
-            value = value[int(key)] if isinstance(value, list) else value[key]
-    except (LookupError, TypeError, ValueError):
-        raise LookupError(f"results/ has nothing at {place}, which is stated as {stated}") from None
+    values = [at_place(part, stated, results) for part in place.split(":")]
+    value = values[0] / values[1] if len(values) == 2 else values[0]
     if isinstance(value, float):
         digits = len(stated.partition(".")[2])
         value = f"{value:,.{digits}f}"
     elif not isinstance(value, str):
         value = f"{value:,}"
     return f"<!-- ={place} -->{value}<!-- / -->"
+
+
+def at_place(place, stated, results):
+    value = results
+    try:
+        for key in place.split("/"):
+            value = value[int(key)] if isinstance(value, list) else value[key]
+    except (LookupError, TypeError, ValueError):
+        raise LookupError(f"results/ has nothing at {place}, which is stated as {stated}") from None
+    return value
 
 
 def restated(text, results):
