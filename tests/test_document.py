@@ -497,6 +497,7 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "0.3": "239e9 weights / 32 threads a cycle / 40 multiprocessors / 585 MHz, seconds",
     "0.9": "239e9 weights x 11.5 / 32 over a T4's 40 x 4 schedulers at 585 MHz, seconds",
     "1.9": "how much slower the driver is on Colab's host",
+    "2.8": "their 661 GB likewise: 1/4 byte a weight more",
     "2.5": "601 GB at the 240 GB/s of copies, seconds",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",
     "2.85": "how much slower Python is on Colab's host",
@@ -796,8 +797,8 @@ def test_the_tables_of_a_record(a_record):
     ]
     shown = record.record_table(a_record(1.6) | {"median_of": 3}, runs).splitlines()[-1]
     assert shown == (
-        f"{TOLD} In bold is the median of 3 runs, ordered by the ratio over today's Unsloth in fp16"
-        ". In brackets are the lowest and the highest of all 3 (`results/tesla-t4-runs.json`)."
+        f"{TOLD} Bold: the run in the middle of 3, by its ratio over today's Unsloth in fp16."
+        " In brackets: the range of all 3 (`results/tesla-t4-runs.json`)."
     )
 
 
@@ -928,8 +929,8 @@ def test_of_several_runs_the_median_one_is_shown(copy, a_record, tmp_path, capsy
     assert (record.RESULTS / "tesla-t4-calls.png").read_bytes() == f"calls, run {shown}".encode()
     stated = record.README.read_text()
     assert f"**{shown:.2f}** (runs 1.40–1.80)" in stated
-    rule = f"the median of {len(ratios)} runs, ordered by the ratio over today's Unsloth in fp16"
-    assert f"In bold is {rule}" in stated
+    rule = f"the run in the middle of {len(ratios)}, by its ratio over today's Unsloth in fp16"
+    assert f"Bold: {rule}" in stated
     printed = capsys.readouterr().out
     assert f"shown is {tmp_path / str(shown)}, {shown:.3f}: {rule}" in printed
 
@@ -948,10 +949,7 @@ def test_a_second_run_lengthens_the_list(copy, a_record):
     assert result("tesla-t4")["timed"] == {"gpu": "a", "date": None, "training_ms_small": 1.0}
     stated = record.README.read_text()
     assert "**1.50** (runs 1.23–1.50)" in stated
-    assert (
-        "In bold is the run that is shown. In brackets are the lowest and the highest of all 2"
-        in stated
-    )
+    assert "Bold: the run that is shown. In brackets: the range of all 2" in stated
 
 
 def test_a_notebook_without_cell_ids_is_adopted(copy):
@@ -1140,8 +1138,8 @@ def test_a_run_on_a_busy_host_is_listed_and_not_shown(copy, a_record, tmp_path):
     assert result("tesla-t4")["median_of"] == 1
     stated = record.README.read_text()
     assert "**1.30** (runs 1.10–1.30)" in stated
-    told = "In bold is the run that is shown. In brackets are the lowest and the highest of all 3"
-    assert f"{told} (`results/tesla-t4-runs.json`); 2 of them ran beside other work, and" in stated
+    told = "Bold: the run that is shown. In brackets: the range of all 3"
+    assert f"{told} (`results/tesla-t4-runs.json`), 2 of which ran beside other work" in stated
 
 
 def test_runs_of_two_gpus_are_not_mixed(copy, a_record, tmp_path):

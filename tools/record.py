@@ -208,10 +208,10 @@ def record_table(record, runs):
     told = f"Host: {record['cpu']}, {record['cores']} cores. "
     told += f"{exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
     if record.get("median_of") and len(runs) > 1:
-        told += f" In bold is {rule(record['median_of'])}. In brackets are the lowest and the"
-        told += f" highest of all {len(runs)} (`results/{slug(gpu)}-runs.json`)"
+        told += f" Bold: {rule(record['median_of'])}. In brackets: the range of all {len(runs)}"
+        told += f" (`results/{slug(gpu)}-runs.json`)"
         if busy := sum("note" in run for run in runs):
-            told += f"; {busy} of them ran beside other work, and are not shown"
+            told += f", {busy} of which ran beside other work and are not shown"
         told += "."
     return "\n\n".join([*tables, told])
 
@@ -219,7 +219,7 @@ def record_table(record, runs):
 def rule(n_runs):
     if n_runs == 1:
         return "the run that is shown"
-    return f"the median of {n_runs} runs, ordered by the ratio over today's Unsloth in fp16"
+    return f"the run in the middle of {n_runs}, by its ratio over today's Unsloth in fp16"
 
 
 def ladder_table(roads, variants=False):
