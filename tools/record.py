@@ -44,7 +44,7 @@ RESULTS = ROOT / "results"
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "original": "the challenge's mix"}
 BASELINES = {  # the rows of the table; a contender that does not exist on a machine has none
     "unsloth_today": "today's Unsloth ({unsloth})",
-    "unsloth_puzzle": "Unsloth of the challenge's day (three launches)",
+    "unsloth_puzzle": "Unsloth's path of the challenge's day (three launches)",
     "peft": "PEFT ({peft})",
     "kernel_grid": "ours, launched the ordinary way (`kernel[grid]`)",
 }
@@ -208,18 +208,18 @@ def record_table(record, runs):
     told = f"Host: {record['cpu']}, {record['cores']} cores. "
     told += f"{exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
     if record.get("median_of") and len(runs) > 1:
-        told += f" Bold: {rule(record['median_of'])}. In brackets: the range of all {len(runs)}"
-        told += f" (`results/{slug(gpu)}-runs.json`)"
-        if busy := sum("note" in run for run in runs):
-            told += f", {busy} of which ran beside other work and are not shown"
-        told += "."
+        busy = any("note" in run for run in runs)
+        told += f" Bold: {rule(record['median_of'], busy)}. In brackets: the range of all"
+        told += f" {len(runs)} (`results/{slug(gpu)}-runs.json`)."
     return "\n\n".join([*tables, told])
 
 
-def rule(n_runs):
+def rule(n_runs, busy):
+    """Which run is shown, of n_runs; `busy`: there are others, whose host had other work."""
     if n_runs == 1:
-        return "the run that is shown"
-    return f"the run in the middle of {n_runs}, by its ratio over today's Unsloth in fp16"
+        return "the run that is shown" + (", alone on its host" if busy else "")
+    alone = " that had their host alone" if busy else ""
+    return f"the middle one of {n_runs} runs{alone}, by its ratio over today's Unsloth in fp16"
 
 
 def ladder_table(roads, variants=False):
@@ -230,7 +230,9 @@ def ladder_table(roads, variants=False):
         facts[row["step"], row["dtype"]] = row
         if row["step"] not in steps:
             steps.append(row["step"])
-    titles = ["step", "fp16, % of the ceiling", "bf16, %", "fp16, instructions for a T4"]
+    titles = ["step", "% of the ceiling, fp16", "bf16", "T4 instructions, fp16", "bf16"]
+    if not variants:
+        titles.append("what it taught")
     rows = []
     after_ours = next(i for i, step in enumerate(steps, 1) if step.endswith(": ours"))
     for step in steps[after_ours:] if variants else steps[:after_ours]:
@@ -240,8 +242,9 @@ def ladder_table(roads, variants=False):
         ]
         counts = [row.get("sm_75_instructions") for row in both]
         counts = ["" if count is None else f"{count:.1f}" for count in counts]
-        rows.append([step, *shares, *counts, roads["taught"].get(step, "")])
-    return markdown_table([*titles, "bf16, instructions", "what it taught"], rows)
+        taught = [] if variants else [roads["taught"].get(step, "")]
+        rows.append([step, *shares, *counts, *taught])
+    return markdown_table(titles, rows)
 
 
 def markdown_table(titles, rows):
@@ -484,7 +487,7 @@ def adopt(*folders, rehearsed=False):
         raise SystemExit(f"{type(error).__name__}: {said(error)}\n{NOTHING}") from None
     gpu, folder, ratio = shown.record["gpu"], shown.folder, over_todays_unsloth(shown)
     print(f"adopted: {len(runs)} runs on {gpu}; {len(listed)} are recorded now")
-    print(f"shown is {folder}, {ratio:.3f}: {rule(len(alone))}")
+    print(f"shown is {folder}, {ratio:.3f}: {rule(len(alone), len(alone) < len(runs))}")
 
 
 def over_todays_unsloth(run):
