@@ -1141,6 +1141,15 @@ def test_a_run_on_a_busy_host_is_listed_and_not_shown(copy, a_record, tmp_path):
     assert told in stated
 
 
+def test_where_every_host_was_busy_none_is_called_alone(copy, a_record, tmp_path):
+    folders = [write_run(tmp_path / str(ratio), a_record(ratio)) for ratio in (1.1, 1.2, 1.3)]
+    for folder in folders:
+        (folder / "note.txt").write_text("tests ran beside it")
+    record.adopt(*folders)
+    assert result("tesla-t4")["median_of"] == 3
+    assert "Bold: the middle one of 3 runs, by its ratio" in record.README.read_text()
+
+
 def test_runs_of_two_gpus_are_not_mixed(copy, a_record, tmp_path):
     other = write_run(tmp_path / "other", a_record(1.7, "NVIDIA H200"))
     before = everything(copy.folder)

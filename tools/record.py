@@ -196,30 +196,39 @@ def record_table(record, runs):
             else:
                 with_it = [run["ratios"] for run in runs if baseline in run["ratios"]]
                 of, found = "runs", [ratios[baseline][dtype] for ratios in with_it]
-            spread = f"{of} {min(found):.2f}–{max(found):.2f}"
-            cells.append(f"**{shown[baseline][dtype]:.2f}** ({spread})")
+            cells.append(f"**{shown[baseline][dtype]:.2f}**{spread(of, found)}")
         rows.append(cells)
-    single = [run["official_s"]["unsloth_today"] / run["official_s"]["ours"] for run in runs]
-    here = record["official_s"]["unsloth_today"] / record["official_s"]["ours"]
-    spread = f" (runs {min(single):.2f}–{max(single):.2f})" if len(runs) > 1 else ""
-    rows.append(["today's Unsloth, `test_dequantize` run once", "", "", f"{here:.2f}{spread}"])
+    once = f"{ratio_once(record):.2f}"
+    if len(runs) > 1:
+        once += spread("runs", list(map(ratio_once, runs)))
+    rows.append(["today's Unsloth, `test_dequantize` run once", "", "", once])
     tables = [markdown_table(titles, rows)]
     exact, gpu = record["exact"], record["gpu"]
     told = f"Host: {record['cpu']}, {record['cores']} cores. "
     told += f"{exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
     if record.get("median_of") and len(runs) > 1:
-        busy = any("note" in run for run in runs)
-        told += f" Bold: {rule(record['median_of'], busy)}. In brackets: the range of all"
+        noted = [run for run in runs if "note" in run]
+        alone = bool(noted) and not is_listed(summary(record), noted)
+        told += f" Bold: {rule(record['median_of'], alone)}. In brackets: the range of all"
         told += f" {len(runs)} (`results/{slug(gpu)}-runs.json`)."
     return "\n\n".join([*tables, told])
 
 
-def rule(n_runs, busy):
-    """Which run is shown, of n_runs; `busy`: there are others, whose host had other work."""
+def spread(of, ratios):
+    return f" ({of} {min(ratios):.2f}–{max(ratios):.2f})"
+
+
+def ratio_once(run):
+    """Today's Unsloth over ours, by one test_dequantize of each."""
+    return run["official_s"]["unsloth_today"] / run["official_s"]["ours"]
+
+
+def rule(n_runs, alone):
+    """Which run is shown, of n_runs; `alone`: other runs had not their host to themselves."""
     if n_runs == 1:
-        return "the run that is shown" + (", alone on its host" if busy else "")
-    alone = " that had their host alone" if busy else ""
-    return f"the middle one of {n_runs} runs{alone}, by its ratio over today's Unsloth in fp16"
+        return "the run that is shown" + (", alone on its host" if alone else "")
+    those = " that had their host alone" if alone else ""
+    return f"the middle one of {n_runs} runs{those}, by its ratio over today's Unsloth in fp16"
 
 
 def ladder_table(roads, variants=False):
@@ -290,10 +299,10 @@ def restated(text, results):
         start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
         if start not in text:
             continue
-        if name in ("ladder", "variants"):
-            tables = [ladder_table(results["roads"], name == "variants")]
-        else:
+        if name == "record":
             tables = [record_table(each, results[f"{slug(each['gpu'])}-runs"]) for each in found]
+        else:
+            tables = [ladder_table(results["roads"], variants=name == "variants")]
         table = "\n\n".join(tables)
         text = f"{text.split(start)[0]}{start}\n{table}\n{end}{text.split(end)[1]}"
     if any("T4" in record["gpu"] for record in found):
