@@ -1,7 +1,7 @@
 """What the tests share: the notebook's definitions as a module, what is expected, and stand-ins.
 
 The stand-ins let a machine without a GPU run what only a GPU has: `emulate_assembly` teaches
-Triton's interpreter the kernel's two instructions, `keep_on_cpu` gives a kept launch an allocator,
+Triton's interpreter the kernel's one instruction, `keep_on_cpu` gives a kept launch an allocator,
 a device, a stream and a launcher.
 """
 
@@ -114,7 +114,7 @@ def moved(weight, offset):
 
 
 def emulate_assembly():
-    """Teaches Triton's interpreter shifts and shuffles; a block's element i stands for thread i."""
+    """Teaches Triton's interpreter shuffles; a block's element i stands for thread i."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     InterpreterBuilder.create_inline_asm = run_assembly
@@ -129,14 +129,11 @@ def run_assembly(builder, asm, constraints, values, types_, is_pure, pack):
     registers = {f"${outputs + i}": value.data.view("uint32") for i, value in enumerate(values)}
     for instruction in re.findall(r"[^;{}]+(?=;)", asm):
         name, *operands = instruction.replace(",", " ").split()
-        if name == "shr.b32":
-            to, register, shift = operands
-            registers[to] = registers[register] >> int(shift)
-        elif name == "shfl.sync.idx.b32":
+        if name == "shfl.sync.idx.b32":
             to, register, lane, segments, mask = operands
             registers[to] = shuffle(registers[register], registers[lane], int(segments, 0))
             assert mask == "-1", f"every thread takes part, got the mask {mask}"
-        elif name != ".reg":
+        else:
             raise NotImplementedError(f"the emulation knows no {name}")
     handles = [TensorHandle(registers[f"${i}"].view("float32"), tl.float32) for i in range(outputs)]
     return types.SimpleNamespace(get_result=lambda i: handles[i])

@@ -56,6 +56,18 @@ def test_one_graph_for_layers_of_two_shapes_and_two_networks(nf4, device, dtype,
             assert us > 0 if GPU else us is None
 
 
+def test_a_missing_output_is_no_equal_bit(nf4, device, pair):
+    wanted = [nf4.spec(*pair)]
+
+    def function(weight, state):
+        return [nf4.dequantize_nf4(weight, state)]
+
+    with pytest.raises(ValueError, match="longer"):
+        nf4.compile_report(function, [pair], [2 * wanted], device)
+    with pytest.raises(ValueError, match="longer"):
+        nf4.compile_report(function, [pair], [wanted, wanted], device)
+
+
 def test_the_report_can_fail(nf4, device):
     """It counts a recompilation and sees wrong bits."""
     layers = [(nf4.bnb_Linear4bit(64, 64 * n).to(device),) for n in (1, 2)]
@@ -244,7 +256,7 @@ def test_bad_input_is_refused_while_tracing(nf4, device, pair):
 
 def test_a_compiled_first_call_where_the_assembly_is_refused(device):
     """Loads look the code up, and it says so."""
-    refused = helpers.load("nf4_refused", ("shfl.sync.idx.b32 ${}", "shfl.sync.nonsense.b32 ${}"))
+    refused = helpers.load("nf4_refused", ("shfl.sync.idx.b32 $0", "shfl.sync.nonsense.b32 $0"))
     weight, state = refused.quantized((64, 128), torch.float16, device)
     out = compiled(refused, device, refused.dequantize_nf4)(weight, state)
     assert refused.bits_differing(out, dequantize_4bit(weight, state)) == 0

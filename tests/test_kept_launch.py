@@ -306,14 +306,14 @@ def check_hook(which, add):
 
     def check(nf4, monkeypatch, device):
         weight, state = called(nf4, device)
-        hook = getattr(nf4.HOOKS, which)
-        monkeypatch.setattr(nf4.HOOKS, which, hook)  # put back at the end
+        hook = getattr(nf4.RUNTIME, which)
+        monkeypatch.setattr(nf4.RUNTIME, which, hook)  # put back at the end
         seen, count = [], plain_launches(nf4, monkeypatch)
         note = seen.append
         if add:
             hook.add(note)
         else:
-            setattr(nf4.HOOKS, which, note)
+            setattr(nf4.RUNTIME, which, note)
         try:
             nf4.dequantize_nf4(weight, state)
         finally:
@@ -332,7 +332,7 @@ def test_no_hook_and_a_plain_function_as_a_hook(kept, device, monkeypatch, which
     weight, state = fresh(kept, device)
     seen, count = [], plain_launches(kept, monkeypatch)
     for hook in (None, seen.append):
-        monkeypatch.setattr(kept.HOOKS, which, hook)
+        monkeypatch.setattr(kept.RUNTIME, which, hook)
         for _ in range(3):
             check_right(kept, weight, state)
         assert state._nf4_launch is None
@@ -426,6 +426,16 @@ def check_turned_first(nf4, monkeypatch, device):
         assert torch.equal(nf4.dequantize_nf4(weight, state), want)
         weight.data, want = weight.data.t(), want.t()
     assert count == [0]
+
+
+def check_turned_3d(nf4, monkeypatch, device):
+    """Only a matrix can be transposed: the error is that of a first call."""
+    weight, state = fresh(nf4, device)
+    state.shape = torch.Size((4, *state.shape[1:], state.shape[0] // 4))
+    nf4.dequantize_nf4(weight, state)
+    assert state._nf4_launch is not None, "no launch was kept, so nothing is tested"
+    with pytest.raises(ValueError, match="contiguous packed bytes"):
+        nf4.dequantize_nf4(weight.data.t(), state)
 
 
 def check_0d(nf4, monkeypatch, device):
@@ -525,6 +535,13 @@ def check_halved(nf4, monkeypatch, device):
         nf4.dequantize_nf4(weight, state)
 
 
+def check_shape_a_list(nf4, monkeypatch, device):
+    weight, state = fresh(nf4, device)
+    state.shape = list(state.shape)
+    nf4.dequantize_nf4(weight, state)
+    assert state._nf4_launch is None, "it would never be used"
+
+
 def check_no_weights(nf4, monkeypatch, device):
     """No kernel ran, so none can be kept."""
     _, state = fresh(nf4, device, nested=False)
@@ -533,15 +550,21 @@ def check_no_weights(nf4, monkeypatch, device):
     for _ in range(2):
         assert nf4.dequantize_nf4(weight, state).shape == (0, 64)
     assert state._nf4_launch is None
+    called(nf4, device)  # and others are kept as before
 
 
 def check_captured(nf4, monkeypatch, device):
-    """A first call while a graph is captured (so it is said here): so would be the trial."""
+    """While a graph is captured (so it is said here) nothing is kept, and nothing is dropped."""
     called(nf4, device)  # the assembly is tried
     weight, state = fresh(nf4, device)
+    kept_weight, kept_state = called(nf4, device, seed=1)
+    first = kept_state._nf4_launch
+    kept_state.code = kept_state.code.clone()
     monkeypatch.setattr(nf4, "is_capturing", lambda device: True)
     check_right(nf4, weight, state)
-    assert state._nf4_launch is None
+    assert getattr(state, "_nf4_launch", None) is None
+    check_right(nf4, kept_weight, kept_state)  # it was started, then launched anew
+    assert kept_state._nf4_launch is first, "the graph holds its start, which reads its tables"
 
 
 def check_default_dtype(what, dtype):
@@ -581,6 +604,7 @@ WATCHED = {
     "transposed": check_transposed,
     "turned in place": check_turned_in_place,
     "turned first": check_turned_first,
+    "turned, three dimensions": check_turned_3d,
     "halved": check_halved,
     "traced": check_traced,
     "transformed": check_transformed,
@@ -590,6 +614,7 @@ WATCHED = {
     "state2 appears": check_state2_appears,
     "kernel redefined": check_kernel_redefined,
     "no weights": check_no_weights,
+    "shape a list": check_shape_a_list,
     "captured": check_captured,
 }
 for dtype in (torch.bfloat16, torch.float16, torch.float64):
@@ -762,7 +787,7 @@ def test_a_first_call_in_a_cuda_graph_keeps_nothing(nf4):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = nf4.dequantize_nf4(weight, state)
-    assert state._nf4_launch is None
+    assert getattr(state, "_nf4_launch", None) is None
     out.zero_()
     graph.replay()
     torch.cuda.synchronize()
@@ -800,13 +825,12 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     "weight_ref() is weight": "another weight object",
     "weight is not None": "weight = None",
     "data_ptr(weight) == weight_at": "weight.data = ...",
-    "weight.shape == packed_shape": "turned in place",
-    "(of_bytes or weight.dtype == weight_dtype)": "halved",
+    "weight.nbytes == n_bytes": "halved",
     # another weight's,
     "isinstance(weight, torch.Tensor)": "weight as a list",
     "is_plain(weight)": "subclass",
     "weight.layout == torch.strided": "weight sparse",
-    "weight.dtype == weight_dtype": "another weight object",
+    "weight.dtype == dtype": "another weight object",
     "weight.device == device": "weight on another device",
     "weight.numel() == numel": "weight.data = its first half",
     "weight.dim() > 0": "weight 0-d",
@@ -826,42 +850,45 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     "quant_state.code is code": "another code object",
     "quant_state.state2 is state2": "another state2 object",
     "quant_state.offset is state_offset": "another offset object",
-    "nested.absmax is absmax2": "another state2.absmax object",
-    "nested.code is code2": "another state2.code object",
-    "nested.blocksize == blocksize2": "state2.blocksize = 32",
-    "nested.dtype is fp32": "state2.dtype = float16",
+    "absmax_state.absmax is absmax2": "another state2.absmax object",
+    "absmax_state.code is code2": "another state2.code object",
+    "absmax_state.blocksize == blocksize2": "state2.blocksize = 32",
+    "absmax_state.dtype is torch.float32": "state2.dtype = float16",
     "quant_state.shape == shape": "shape = 128 x 64",
     "quant_state.dtype is dtype": "dtype = bfloat16",
     "quant_state.blocksize == blocksize": "blocksize = 128",
     'quant_state.quant_type == "nf4"': "quant_type = fp4",
+    "(is_matrix or weight.shape[0] != 1)": "turned, three dimensions",
     "is_contiguous(weight)": "strided",
-    "HOOKS.launch_enter_hook is enter": "another enter hook",
-    "HOOKS.launch_exit_hook is leave": "another exit hook",
+    "RUNTIME.launch_enter_hook is enter": "another enter hook",
+    "RUNTIME.launch_exit_hook is leave": "another exit hook",
     "_dequantize_nf4_kernel is kernel": "kernel redefined",
     "not modes()": "modes",
     "not tracing()": "traced",
     "not transforms()": "transformed",
     # Can it be kept at all?
     "compiled is not None": "no weights",
-    "not is_capturing(nf4.weight.device)": "captured",
+    "isinstance(quant_state.shape, tuple)": "shape a list",
     'not any(getattr(hook, "calls", True) for hook in hooks)': "another enter hook",
     "nf4.code is quant_state.code": "code in torch.bfloat16",
     "nf4.offset is offset": "offset in torch.bfloat16",
 }
 OTHERS = {  # what else makes it right -> (its replacement, the case that must then fail)
     "out = start(at)": ("out = start()", "another weight"),
-    "elif is_another(weight):": ("elif True:", "weight shortened"),
+    "if at is None:": ("if False:", "absmax.data = ..."),
+    "if is_capturing(nf4.weight.device):": ("if False:", "captured"),
+    "data_ptr(weight) if is_another(weight) else None": ("data_ptr(weight)", "weight shortened"),
     "if not tables_are_there:": ("if False:", "absmax.data = ..."),
-    "if not means_the_same:": ("if False:", "shape = 128 x 64"),
+    "if not means_the_same(weight, quant_state):": ("if False:", "shape = 128 x 64"),
     "with no_torch_function():": ("with contextlib.nullcontext():", "torch function"),
-    "if state2 is not None:  # else": ("if True:  # else", "repeated, plain"),
-    "return out.t() if transposed else out": ("return out", "turned in place"),
-    "at, transposed = weight_at, turned": ("at, transposed = weight_at, False", "turned first"),
+    "stand_in(nf4) if state2 is None else state2": ("state2", "repeated, plain"),
+    "return out.t() if weight.shape[0] == 1 else out": ("return out", "turned in place"),
     "if torch._C._cuda_getDevice() == index:": ("if True:", "device"),
     "current_stream(index)": ("0", "stream"),
 }
 ENDS_THE_PROCESS = (  # on a GPU
     "weight.data_ptr() % 16 == remainder",
+    "if at is None:",
     "if not tables_are_there:",
 )
 
@@ -870,7 +897,7 @@ def guards():
     """The text of the functions that hold the conditions."""
     cells = "\n".join(source for _, source in helpers.exports())
     text = ""
-    for name in ("call", "is_another", "can_be_kept"):
+    for name in ("call", "address", "is_another", "means_the_same", "can_be_kept"):
         head = re.search(rf"^( *)def {name}\(.*\n", cells, re.M)
         indent = len(head[1])
         for line in cells[head.end() :].splitlines(True):
@@ -899,12 +926,14 @@ def conditions():
 def test_the_removals_cover_the_whole_check():
     """A condition that is added must come with a removal above, and one that goes takes its own."""
     assert set(conditions()) == set(CONDITIONS)
-    decisions = re.findall(r"^ *(if .*|elif .*|while .*|for .*|.*continue)$", guards(), re.M)
+    decisions = re.findall(
+        r"^ *(if .*?|elif .*|while .*|for .*|.*continue)(?:  #.*)?$", guards(), re.M
+    )
     assert decisions == [
+        "if at is None:",
+        "if not means_the_same(weight, quant_state):",
         "if not tables_are_there:",
         "if (",
-        "elif is_another(weight):",
-        "if not means_the_same:",
     ]
 
 

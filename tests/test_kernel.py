@@ -84,9 +84,9 @@ def test_the_emulated_shuffle():
 @pytest.mark.parametrize(
     "edit",
     [
-        ("_SHUFFLE.format(4 * (i ^ 1), i)", "_SHUFFLE.format(4 * i, i)"),
+        ("[code, shifted]", "[code, word >> 4 * i]"),
         ("0x101f, -1;", "0x1007, -1;"),
-        ("${}, $8, nibble", "${}, $9, nibble"),
+        ("$0, $1, $2", "$0, $2, $2"),
     ],
     ids=["the other nibble", "lanes beyond 7 out of reach", "the word instead of the code"],
 )
@@ -104,10 +104,41 @@ def test_wrong_assembly_shows_under_the_emulation(device, edit):
 
 @quick
 @pytest.mark.skipif(GPU, reason="the emulation is for CPUs")
+@pytest.mark.parametrize("first", range(0, 128, 8))
+def test_the_trial_looks_at_every_thread(nf4, device, monkeypatch, first):
+    """One of a block's eight threads gets what its neighbour asked for."""
+    shuffle = helpers.shuffle
+
+    def wrong(values, lanes, segments):
+        got = shuffle(values, lanes, segments)
+        got[first] = got[first + 1]
+        return got
+
+    assert nf4.refusal_of_the_assembly(torch.device("cpu")) == ""
+    monkeypatch.setattr(helpers, "shuffle", wrong)
+    assert nf4.refusal_of_the_assembly(torch.device("cpu")) == "it does not look up what loads do"
+
+
+@quick
+@pytest.mark.skipif(GPU, reason="the compiled kernel is measured there")
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("dtype, ints", [(torch.float16, 4), (torch.float32, 8)])
+def test_the_ceiling_moves_all_that_a_dequantization_must(nf4, nested, dtype, ints):
+    """Each word and its block's absmax arrive in what is written."""
+    weight, state = nf4.quantized((64, 64), dtype, "cpu", nested=nested)
+    out = torch.empty((64, 64), dtype=dtype)
+    arguments = (out, weight, state.absmax, 32, 2, ints, 8)
+    nf4._traffic_ceiling_kernel[(64 * 64 // (32 * 2 * 8),)](*arguments)
+    words = weight.view(-1).view(torch.int32) + state.absmax.int().repeat_interleave(8)
+    assert torch.equal(out.view(torch.int32).view(-1), words.repeat_interleave(ints))
+
+
+@quick
+@pytest.mark.skipif(GPU, reason="the emulation is for CPUs")
 def test_the_emulation_refuses_what_it_does_not_know():
-    wrong = helpers.load("nf4_unknown_assembly", ('"shr.b32 nibble', '"shl.b32 nibble'))
+    wrong = helpers.load("nf4_unknown_assembly", ('"shfl.sync.idx.b32', '"shfl.sync.up.b32'))
     assert not wrong.assembly_works(torch.device("cpu"))
-    assert "knows no shl.b32" in wrong.ASSEMBLY[torch.device("cpu")]
+    assert "knows no shfl.sync.up.b32" in wrong.ASSEMBLY[torch.device("cpu")]
 
 
 @quick
@@ -613,8 +644,8 @@ def test_any_tensor(nf4, device, tally):
 
 
 WRONG = {  # what is made wrong -> (text in the kernel, its replacement)
-    "the look-up by loads": ("(word >> 4 * (i ^ 1)) & 0xF", "(word >> 4 * i) & 0xF"),
-    "the look-up by assembly": ("_SHUFFLE.format(4 * (i ^ 1), i)", "_SHUFFLE.format(4 * i, i)"),
+    "the look-up by loads": ("(shifted & 0xF)", "((word >> 4 * i) & 0xF)"),
+    "the look-up by assembly": ("[code, shifted]", "[code, word >> 4 * i]"),
     "a word out of bytes": ("byte.to(tl.int32) << (8 * i)", "byte.to(tl.int32) << (8 * (i ^ 1))"),
     "the last program's mask": ("mask=at * 2 < left", "mask=at * 2 + 2 < left"),
     "the scale's place": ("absmax_ptr + block + ", "absmax_ptr + block + 1 + "),

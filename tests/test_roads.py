@@ -41,7 +41,7 @@ import sys
 sys.argv.append("--check")
 import roads
 
-wrong = roads.helpers.load("roads_wrong", ("4 * (i ^ 1)) & 0xF", "4 * i) & 0xF"))
+wrong = roads.helpers.load("roads_wrong", ("word >> (4 * (i ^ 1))", "word >> 4 * i"))
 roads.ROADS["wrong"] = wrong, roads.LOADS
 try:
     roads.main(["--check"])

@@ -126,7 +126,7 @@ import sm_75
 import helpers
 
 load, sm_75.WITH_ARCHITECTURES = helpers.load, ()
-helpers.load = lambda: load("broken", ("shfl.sync.idx.b32 ${}", "shfl.sync.nonsense.b32 ${}"))
+helpers.load = lambda: load("broken", ("shfl.sync.idx.b32 $0", "shfl.sync.nonsense.b32 $0"))
 raise SystemExit(sm_75.main([]))
 """
     done = python("-c", script)
