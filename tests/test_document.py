@@ -498,8 +498,6 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "0.3": "239e9 weights / 32 threads a cycle / 40 multiprocessors / 585 MHz, seconds",
     "0.9": "239e9 weights x 11.5 / 32 over a T4's 40 x 4 schedulers at 585 MHz, seconds",
     "1.9": "how much slower the driver is on Colab's host",
-    "2.8": "their 661 GB likewise: 1/4 byte a weight more",
-    "2.5": "601 GB at the 240 GB/s of copies, seconds",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",
     "2.85": "how much slower Python is on Colab's host",
     "1.15": "the challenge's bar",
@@ -612,7 +610,7 @@ def test_what_the_gpu_tests_counted():
     found, timed = counted[0]["robustness"], counted[0]["timed"]
     assert found["finished"] and found["failed"] == 0
     assert found["passed"] + found["skipped"] >= 1196
-    assert found["skipped"] <= 22, "for stacks and GPUs that are not there"
+    assert found["skipped"] <= 43, "for stacks and GPUs that are not there, and a CPU's emulation"
     sizes = ("small_1024", "llama8b_256", "llama8b_2048", "unsloth")
     assert {f"training_ms_{size}_ours" for size in sizes} <= set(timed)
     assert found["differing"] == found["sanitizer_errors"] == found["load_growth_bytes"] == 0
@@ -798,7 +796,7 @@ def test_the_tables_of_a_record(a_record):
     ]
     shown = record.record_table(a_record(1.6) | {"median_of": 3}, runs).splitlines()[-1]
     assert shown == (
-        f"{TOLD} Bold: the middle one of 3 runs, by its ratio over today's Unsloth in fp16."
+        f"{TOLD} Bold: the median of 3 runs, by its ratio over today's Unsloth in fp16."
         " In brackets: the range of all 3 (`results/tesla-t4-runs.json`)."
     )
 
@@ -939,7 +937,7 @@ def test_of_several_runs_the_median_one_is_shown(copy, a_record, tmp_path, capsy
     assert (record.RESULTS / "tesla-t4-calls.png").read_bytes() == f"calls, run {shown}".encode()
     stated = record.README.read_text()
     assert f"**{shown:.2f}** (runs 1.40–1.80)" in stated
-    rule = f"the middle one of {len(ratios)} runs, by its ratio over today's Unsloth in fp16"
+    rule = f"the median of {len(ratios)} runs, by its ratio over today's Unsloth in fp16"
     assert f"Bold: {rule}" in stated
     printed = capsys.readouterr().out
     assert f"shown is {tmp_path / str(shown)}, {shown:.3f}: {rule}" in printed
@@ -1158,7 +1156,7 @@ def test_where_every_host_was_busy_none_is_called_alone(copy, a_record, tmp_path
         (folder / "note.txt").write_text("tests ran beside it")
     record.adopt(*folders)
     assert result("tesla-t4")["median_of"] == 3
-    assert "Bold: the middle one of 3 runs, by its ratio" in record.README.read_text()
+    assert "Bold: the median of 3 runs, by its ratio" in record.README.read_text()
 
 
 def test_runs_of_two_gpus_are_not_mixed(copy, a_record, tmp_path):

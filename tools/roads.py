@@ -40,7 +40,7 @@ ours = helpers.load()
 
 # Two loops: the first loads all scales, then the words are loaded, and the second does the rest.
 LOAD = "    words = _load_words(byte_ptr, thread, left, STEPS, WHOLE)"
-WORDS_LOADED = LOAD + "  # first: nothing takes longer\n"
+WORDS_LOADED = LOAD + "  # issued before the other loads\n"
 LOOKED_UP = "        codes = _look_up(words[step], code, code_ptr, ASSEMBLY)\n"
 SECOND_LOOP = "    for step in tl.static_range(STEPS):\n"
 two_loops = helpers.load(
