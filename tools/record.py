@@ -228,7 +228,7 @@ def rule(n_runs, alone):
     if n_runs == 1:
         return "the run that is shown" + (", alone on its host" if alone else "")
     those = " that had their host alone" if alone else ""
-    return f"the median of {n_runs} runs{those}, by its ratio over today's Unsloth in fp16"
+    return f"one run, the median of {n_runs}{those} by its speedup over today's Unsloth in fp16"
 
 
 def ladder_table(roads, variants=False):
