@@ -209,7 +209,11 @@ def record_table(record, runs):
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
-        told += f" Bold: {rule(record['median_of'], alone)}. In brackets: the range of all"
+        told += f" Bold: {rule(record['median_of'], alone)}"
+        if record["median_of"] == len(runs):
+            ratios = sorted(run["ratios"]["unsloth_today"]["float16"] for run in runs)
+            told += " (" + ", ".join(f"{ratio:.2f}" for ratio in ratios) + ")"
+        told += ". In brackets: the range of all"
         told += f" {len(runs)} (`results/{slug(gpu)}-runs.json`)."
     return "\n\n".join([*tables, told])
 
