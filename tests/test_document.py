@@ -40,8 +40,7 @@ LINES = 1898  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST 
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 110, ("kernel", "lookup", "words")
 HOST = 469
-HOST_CELLS = ("nf4", "check", "launch", "host-function", "operator")
-HOST_CELLS += ("kept", "asked", "keep")
+HOST_CELLS = ("nf4", "check", "launch", "host-function", "operator", "kept", "asked", "keep")
 STRETCH = 80  # unfolded lines before an output,
 KERNEL_STRETCH = 80  # and where they begin with the kernel
 
@@ -616,6 +615,7 @@ def test_what_the_gpu_tests_counted():
     found, timed = counted[0]["robustness"], counted[0]["timed"]
     assert found["finished"] and found["failed"] == 0
     assert found["passed"] + found["skipped"] >= 1196
+    assert found["passed"] >= 1175
     assert found["skipped"] <= 43, "for stacks and GPUs that are not there, and a CPU's emulation"
     sizes = ("small_1024", "llama8b_256", "llama8b_2048", "unsloth")
     assert {f"training_ms_{size}_ours" for size in sizes} <= set(timed)
@@ -869,32 +869,36 @@ def test_what_a_call_takes_beyond_its_kernel(nf4):
     assert list(table.columns[:3]) == ["{} x {}".format(*shape) for shape in nf4.HARNESS_SHAPES]
 
 
-def test_the_estimate_without_the_largest_shape(nf4, monkeypatch):
+@pytest.fixture
+def estimated():
+    """The record that holds the estimate for a T4."""
     (found,) = (entry for entry in record.records(RESULTS) if "t4_estimate" in entry)
-    smaller = [row for row in nf4.beyond_the_kernel(found) if row["shape"] != "4096 x 14336"]
+    return found
+
+
+def test_the_estimate_without_the_largest_shape(nf4, estimated, monkeypatch):
+    smaller = [row for row in nf4.beyond_the_kernel(estimated) if row["shape"] != "4096 x 14336"]
     monkeypatch.setattr(nf4, "beyond_the_kernel", lambda found: smaller)
-    ranges = nf4.t4_ranges(nf4.t4_estimate(found))
+    ranges = nf4.t4_ranges(nf4.t4_estimate(estimated))
     told = "these are {low:.2f} to {high:.2f} and {over_three_low:.2f} to {over_three_high:.2f}."
     assert told.format(**ranges) in " ".join(MARKDOWN["t4-text"].split())
 
 
-def test_the_estimate_were_our_kernel_slower(nf4):
+def test_the_estimate_were_our_kernel_slower(nf4, estimated):
     """What section 7 says of 95 % of a copy's speed."""
-    (found,) = (entry for entry in record.records(RESULTS) if "t4_estimate" in entry)
     moving = nf4.N_WEIGHTS * nf4.bytes_moved("ours") / nf4.T4_COPY
     ratios = []
-    for row in found["t4_estimate"]["rows"]:
+    for row in estimated["t4_estimate"]["rows"]:
         ratios.append(row["unsloth_today_s"] / (row["ours_s"] + moving / 0.95 - moving))
     assert f"take {min(ratios):.2f} to {max(ratios):.2f} times" in " ".join(
         MARKDOWN["t4-text"].split()
     )
 
 
-def test_the_estimate_is_that_of_the_record(nf4):
-    (found,) = (entry for entry in record.records(RESULTS) if "t4_estimate" in entry)
-    rows = nf4.t4_estimate(found)
-    assert found["t4_estimate"]["rows"] == rows
-    assert {"rows": rows} | nf4.t4_ranges(rows) == found["t4_estimate"]
+def test_the_estimate_is_that_of_the_record(nf4, estimated):
+    rows = nf4.t4_estimate(estimated)
+    assert estimated["t4_estimate"]["rows"] == rows
+    assert {"rows": rows} | nf4.t4_ranges(rows) == estimated["t4_estimate"]
 
 
 def test_the_ladder():

@@ -705,6 +705,35 @@ def test_falls_back_where_internals_are_not_as_expected(kept, device, monkeypatc
     assert len(kept.KEPT) == 1
 
 
+def test_falls_back_where_the_compiled_kernel_is_not_as_expected(kept, device, monkeypatch):
+    """A renamed attribute of Triton's costs the kept launch, not the call."""
+    monkeypatch.setattr(kept, "KEPT", {})
+
+    def renamed(*_):
+        raise AttributeError("no function")
+
+    monkeypatch.setattr(kept, "starter", renamed)
+    check_nothing_is_kept(kept, device, ".*no function")
+
+
+def test_a_trial_that_runs_out_of_memory_decides_nothing(kept, device, monkeypatch):
+    weight, state = fresh(kept, device)
+    starter = kept.starter
+
+    def starved(*_):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(kept, "KEPT", {})
+    monkeypatch.setattr(kept, "starter", starved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_right(kept, weight, state)
+    assert state._nf4_launch is None and kept.KEPT == {}
+    monkeypatch.setattr(kept, "starter", starter)
+    called(kept, device)
+    assert list(kept.KEPT.values()) == [""]
+
+
 class Refuses:
     """A state whose attributes are set once."""
 

@@ -120,6 +120,20 @@ def test_the_trial_looks_at_every_thread(nf4, device, monkeypatch, first):
 
 
 @quick
+def test_an_assembly_trial_that_runs_out_of_memory_decides_nothing(nf4, device, monkeypatch):
+    def starved(device):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(nf4, "ASSEMBLY", {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nf4, "current", starved)
+        with pytest.raises(torch.OutOfMemoryError, match="none left"):
+            nf4.assembly_works(torch.device(device))
+    assert nf4.ASSEMBLY == {}
+    assert nf4.assembly_works(torch.device(device))
+
+
+@quick
 @pytest.mark.skipif(GPU, reason="the compiled kernel is measured there")
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("dtype, ints", [(torch.float16, 4), (torch.float32, 8)])

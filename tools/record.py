@@ -211,7 +211,7 @@ def record_table(record, runs):
         alone = bool(noted) and not is_listed(summary(record), noted)
         told += f" Bold: {rule(record['median_of'], alone)}"
         if record["median_of"] == len(runs):
-            ratios = sorted(run["ratios"]["unsloth_today"]["float16"] for run in runs)
+            ratios = sorted(map(over_todays_unsloth, runs))
             told += " (" + ", ".join(f"{ratio:.2f}" for ratio in ratios) + ")"
         told += ". In brackets: the range of all"
         told += f" {len(runs)} (`results/{slug(gpu)}-runs.json`)."
@@ -498,18 +498,27 @@ def adopt(*folders, rehearsed=False):
         write(files)
     except (LookupError, TypeError, ValueError, OSError) as error:
         raise SystemExit(f"{type(error).__name__}: {said(error)}\n{NOTHING}") from None
-    gpu, folder, ratio = shown.record["gpu"], shown.folder, over_todays_unsloth(shown)
+    gpu, folder, ratio = (
+        shown.record["gpu"],
+        shown.folder,
+        over_todays_unsloth(summary(shown.record)),
+    )
     print(f"adopted: {len(runs)} runs on {gpu}; {len(listed)} are recorded now")
     print(f"shown is {folder}, {ratio:.3f}: {rule(len(alone), len(alone) < len(runs))}")
 
 
-def over_todays_unsloth(run):
-    return summary(run.record)["ratios"]["unsloth_today"]["float16"]
+def over_todays_unsloth(found):
+    """A summary's ratio in fp16."""
+    return found["ratios"]["unsloth_today"]["float16"]
 
 
 def median_run(runs):
     """By the ratio over today's Unsloth in fp16; the lower of two in the middle."""
-    return sorted(runs, key=over_todays_unsloth)[(len(runs) - 1) // 2]
+
+    def ratio(run):
+        return over_todays_unsloth(summary(run.record))
+
+    return sorted(runs, key=ratio)[(len(runs) - 1) // 2]
 
 
 def with_a_host_of_their_own(runs):

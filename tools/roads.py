@@ -39,14 +39,16 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 ours = helpers.load()
 
 # Two loops: the first loads all scales, then the words are loaded, and the second does the rest.
-LOAD = "    words = _load_words(byte_ptr, thread, left, STEPS, WHOLE)"
-WORDS_LOADED = LOAD + "  # issued before the other loads\n"
+WORDS_LOADED = "    words = _load_words(byte_ptr, thread, left, STEPS, WHOLE)"
 LOOKED_UP = "        codes = _look_up(words[step], code, code_ptr, ASSEMBLY)\n"
 SECOND_LOOP = "    for step in tl.static_range(STEPS):\n"
 two_loops = helpers.load(
     "roads_two_loops",
-    (WORDS_LOADED, "    scales = ()\n"),
-    (LOOKED_UP, "        scales = scales + (scale,)\n" + WORDS_LOADED + SECOND_LOOP + LOOKED_UP),
+    (WORDS_LOADED, "    scales = ()"),
+    (
+        LOOKED_UP,
+        "        scales = scales + (scale,)\n" + WORDS_LOADED + "\n" + SECOND_LOOP + LOOKED_UP,
+    ),
     ("_mul_rn(codes, scale[:, None])", "_mul_rn(codes, scales[step][:, None])"),
 )
 
