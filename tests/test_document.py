@@ -36,11 +36,11 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 1898  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 1981  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 110, ("kernel", "lookup", "words")
-HOST = 469
-HOST_CELLS = ("nf4", "check", "launch", "host-function", "operator", "kept", "asked", "keep")
+HOST = 466
+HOST_CELLS = ("nf4", "check", "launch", "host-function", "operator", "kept", "keep")
 STRETCH = 80  # unfolded lines before an output,
 KERNEL_STRETCH = 80  # and where they begin with the kernel
 
@@ -496,12 +496,9 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "0.2461": "the code's entry 10",
     "0.3": "239e9 weights / 32 threads a cycle / 40 multiprocessors / 585 MHz, seconds",
     "0.9": "239e9 weights x 11.5 / 32 over a T4's 40 x 4 schedulers at 585 MHz, seconds",
-    "1.09": "the least of the T4's estimates if ours moves its 601 GB at 0.95 x 240 GB/s (tested)",
-    "1.16": "the greatest, likewise",
-    "1.14": "the estimate without the largest shape (tested), least",
-    "1.24": "and greatest",
-    "1.28": "the same over the three launches, least",
-    "1.41": "and greatest",
+    "1.07": "the least of the T4's estimates if ours moves its 601 GB at 0.95 x 240 GB/s (tested)",
+    "1.17": "the greatest, likewise",
+    "1.3": "(40 multiprocessors x 585 MHz / 320 GB/s) / (132 x 1980 MHz / 4.8 TB/s), the cards' data",
     "1.9": "how much slower the driver is on Colab's host",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",
     "2.85": "how much slower Python is on Colab's host",
@@ -545,7 +542,7 @@ KINDS = ("50257 x 768", "4097 x 14337", "blocks of 32", "blocks of 128", "blocks
 KINDS += ("plain absmax", "odd address")
 PER_FORMAT = {"format", "shape", "dtype", "ours_us", "unsloth_today_us", "ceiling_us", "fraction"}
 PER_COMPILATION = {"function", "options", "dtype", "graphs", "graph_breaks", "recompiles"}
-PER_COMPILATION |= {"bit_equal", "compiled", "eager_us", "compiled_us"}
+PER_COMPILATION |= {"bit_equal", "compiled"}
 CONTENDERS = ("bare", "kernel_grid", "unsloth_today", "unsloth_puzzle", "peft")
 
 
@@ -566,8 +563,12 @@ def test_record_has_its_format(found):
         assert set(row) == PER_COMPILATION
         assert row["graphs"] == 1 and row["graph_breaks"] == row["recompiles"] == 0
         assert row["bit_equal"] and row["compiled"]
-        assert row["eager_us"] > 0 and row["compiled_us"] > 0
+    for row in found["compile_times"]:
+        assert row["eager_us"] > 0
+        assert row["compiled_us"] is None if row["error"] else row["compiled_us"] > 0
+        assert not row["error"] or row["who"] != "ours"
     functions = {row["function"] for row in found["compile"]}
+    assert functions == {row["function"] for row in found["compile_times"]}
     assert functions == {"dequantization", "forward pass", "training step"}
 
 
@@ -811,19 +812,22 @@ def test_the_races_table(nf4, a_record):
     """The mix by shapes, and each dtype's ratio."""
     table = nf4.race_table(a_record(1.6)["harness"])
     shapes = ["{} x {}".format(*shape) for shape in nf4.HARNESS_SHAPES]
-    assert list(table.columns) == [*shapes, "sum", *nf4.RATIOS]
+    ratios = ["mix", "lowest", "highest", "fp16", "bf16"]
+    assert list(table["µs a call in the mix"]) == [*shapes, "sum"]
+    assert list(table["times ours"]) == ratios and len(table.columns) == 9
     assert table.loc["ours"].tolist()[:4] == [1.0, 1.0, 1.0, 3.0]
     assert table.loc["ours"].isna().tolist() == 4 * [False] + 5 * [True]
     assert table.loc["today's Unsloth"].tolist() == pytest.approx(3 * [1.6] + [4.8] + 5 * [1.6])
 
 
 def test_the_estimate_for_a_t4(nf4):
-    """By hand: ours takes 50 us for 40 of kernel here, Unsloth's 72 for 42, at every shape."""
+    """By hand: ours takes 50 us for 40 of kernel here, Unsloth's 72 for 42, in the mean of the
+    smaller shapes; the largest does not count."""
     harness, formats = [], []
     times = {"kernel_grid": 71.0, "unsloth_today": 72.0, "unsloth_puzzle": 100.0, "peft": 150.0}
     for dtype, baseline in itertools.product(("float16", "bfloat16", "original"), times):
-        entry = {"dtypes": dtype, "baseline": baseline, "ours_us": [45.0, 50.0, 55.0]}
-        harness.append(entry | {"baseline_us": [times[baseline]] * 3})
+        entry = {"dtypes": dtype, "baseline": baseline, "ours_us": [45.0, 55.0, 500.0]}
+        harness.append(entry | {"baseline_us": [times[baseline], times[baseline], 800.0]})
     for shape, dtype in itertools.product(nf4.SHAPES, nf4.DTYPES):
         row = {"format": "{} x {}".format(*shape), "dtype": nf4.name_of(dtype), "ours_us": 40.0}
         formats.append(row | {"unsloth_today_us": 42.0})
@@ -876,17 +880,9 @@ def estimated():
     return found
 
 
-def test_the_estimate_without_the_largest_shape(nf4, estimated, monkeypatch):
-    smaller = [row for row in nf4.beyond_the_kernel(estimated) if row["shape"] != "4096 x 14336"]
-    monkeypatch.setattr(nf4, "beyond_the_kernel", lambda found: smaller)
-    ranges = nf4.t4_ranges(nf4.t4_estimate(estimated))
-    told = "these are {low:.2f} to {high:.2f} and {over_three_low:.2f} to {over_three_high:.2f}."
-    assert told.format(**ranges) in " ".join(MARKDOWN["t4-text"].split())
-
-
 def test_the_estimate_were_our_kernel_slower(nf4, estimated):
     """What section 7 says of 95 % of a copy's speed."""
-    moving = nf4.N_WEIGHTS * nf4.bytes_moved("ours") / nf4.T4_COPY
+    moving = nf4.N_WEIGHTS * nf4.CONTENDERS["ours"].bytes_moved / nf4.T4_COPY
     ratios = []
     for row in estimated["t4_estimate"]["rows"]:
         ratios.append(row["unsloth_today_s"] / (row["ours_s"] + moving / 0.95 - moving))

@@ -17,6 +17,7 @@ import helpers
 import pytest
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
+from torch.fx.experimental.proxy_tensor import make_fx
 
 GPU = torch.cuda.is_available()
 
@@ -383,6 +384,26 @@ def check_modes(nf4, monkeypatch, device):
     assert any("dequantize" in name for name in Seen.names)
 
 
+def check_traced_before_autograd(nf4, monkeypatch, device):
+    """As torch.export does: no dispatch mode is on the usual stack."""
+    weight, state = called(nf4, device)
+    other_weight, _ = fresh(nf4, device, seed=1)
+    function = lambda packed: nf4.dequantize_nf4(packed, state)  # noqa: E731
+    traced = make_fx(function, pre_dispatch=True)(weight.data)
+    want = dequantize_4bit(other_weight.data, state)
+    assert nf4.bits_differing(traced(other_weight.data), want) == 0
+
+
+def check_no_offset(nf4, monkeypatch, device):
+    """Plain absmax needs none, and a state of somebody else's may lack it."""
+    weight, state = fresh(nf4, device, nested=False)
+    del state.offset
+    for _ in range(2):
+        want = nf4.spec(weight, state)
+        assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), want) == 0
+    assert state._nf4_launch is None
+
+
 def check_strided(nf4, monkeypatch, device):
     """The same object, address and number of bytes, but every second one."""
     weight, state = fresh(nf4, device)
@@ -565,6 +586,7 @@ def check_captured(nf4, monkeypatch, device):
     assert getattr(state, "_nf4_launch", None) is None
     check_right(nf4, kept_weight, kept_state)  # it was started, then launched anew
     assert kept_state._nf4_launch is first, "the graph holds its start, which reads its tables"
+    assert first in nf4.CAPTURED, "the next call out of the capture drops it"
 
 
 def check_default_dtype(what, dtype):
@@ -599,6 +621,8 @@ WATCHED = {
     "another exit hook": check_hook("launch_exit_hook", add=False),
     "device": check_device,
     "modes": check_modes,
+    "traced before autograd": check_traced_before_autograd,
+    "no offset": check_no_offset,
     "strided": check_strided,
     "another, strided": check_another_strided,
     "transposed": check_transposed,
@@ -659,10 +683,10 @@ def starts(nf4, monkeypatch):
 
 
 def test_a_launch_is_tried_once_on_each_device(kept, device, monkeypatch):
-    monkeypatch.setattr(kept, "KEPT", {})
+    monkeypatch.setattr(kept, "NOT_KEPT", {})
     count = starts(kept, monkeypatch)
     layers = [called(kept, device, seed=seed) for seed in range(3)]
-    assert count == [1] and list(kept.KEPT.values()) == [""]
+    assert count == [1] and list(kept.NOT_KEPT.values()) == [""]
     for weight, state in layers:
         check_right(kept, weight, state)
     assert count == [4]
@@ -682,7 +706,7 @@ def check_nothing_is_kept(nf4, device, reason):
 
 
 def test_nothing_is_kept_where_the_trial_gives_other_bits(kept, device, monkeypatch):
-    monkeypatch.setattr(kept, "KEPT", {})
+    monkeypatch.setattr(kept, "NOT_KEPT", {})
     launch_kernel = kept.launch_kernel
     other_weight, _ = fresh(kept, device, seed=9)
     tried = []
@@ -694,20 +718,20 @@ def test_nothing_is_kept_where_the_trial_gives_other_bits(kept, device, monkeypa
 
     monkeypatch.setattr(kept, "launch_kernel", launch_another)
     check_nothing_is_kept(kept, device, "other bits")
-    assert len(tried) == 1 and list(kept.KEPT.values()) == ["other bits"]
+    assert len(tried) == 1 and list(kept.NOT_KEPT.values()) == ["other bits"]
 
 
 @pytest.mark.parametrize("missing", ["launch_kernel", "empty_cuda", "current_stream"])
 def test_falls_back_where_internals_are_not_as_expected(kept, device, monkeypatch, missing):
-    monkeypatch.setattr(kept, "KEPT", {})
+    monkeypatch.setattr(kept, "NOT_KEPT", {})
     monkeypatch.setattr(kept, missing, None)
     check_nothing_is_kept(kept, device, ".*'NoneType' object is not callable")
-    assert len(kept.KEPT) == 1
+    assert len(kept.NOT_KEPT) == 1
 
 
 def test_falls_back_where_the_compiled_kernel_is_not_as_expected(kept, device, monkeypatch):
     """A renamed attribute of Triton's costs the kept launch, not the call."""
-    monkeypatch.setattr(kept, "KEPT", {})
+    monkeypatch.setattr(kept, "NOT_KEPT", {})
 
     def renamed(*_):
         raise AttributeError("no function")
@@ -723,15 +747,15 @@ def test_a_trial_that_runs_out_of_memory_decides_nothing(kept, device, monkeypat
     def starved(*_):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(kept, "KEPT", {})
+    monkeypatch.setattr(kept, "NOT_KEPT", {})
     monkeypatch.setattr(kept, "starter", starved)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_right(kept, weight, state)
-    assert state._nf4_launch is None and kept.KEPT == {}
+    assert state._nf4_launch is None and kept.NOT_KEPT == {}
     monkeypatch.setattr(kept, "starter", starter)
     called(kept, device)
-    assert list(kept.KEPT.values()) == [""]
+    assert list(kept.NOT_KEPT.values()) == [""]
 
 
 class Refuses:
@@ -747,7 +771,7 @@ class Refuses:
 @pytest.mark.parametrize("how", ["frozen", "refuses"])
 def test_a_state_that_takes_no_attributes_keeps_nothing(kept, device, monkeypatch, how):
     """And leaves the launches of other states alone."""
-    monkeypatch.setattr(kept, "KEPT", {})
+    monkeypatch.setattr(kept, "NOT_KEPT", {})
     weight, state = fresh(kept, device)
     names = ("absmax", "code", "offset", "state2", "shape", "dtype", "blocksize", "quant_type")
     fields = {name: getattr(state, name) for name in names}
@@ -758,7 +782,7 @@ def test_a_state_that_takes_no_attributes_keeps_nothing(kept, device, monkeypatc
     for _ in range(2):
         out = kept.dequantize_nf4(weight, frozen)
         assert kept.bits_differing(out, dequantize_4bit(weight.data, state)) == 0
-    assert not hasattr(frozen, "_nf4_launch") and list(kept.KEPT.values()) == [""]
+    assert not hasattr(frozen, "_nf4_launch") and list(kept.NOT_KEPT.values()) == [""]
     called(kept, device)
 
 
@@ -849,12 +873,53 @@ def test_a_weight_on_a_gpu_that_is_not_the_current_one(nf4, tally):
     assert us["ours"] <= 0.6 * us["unsloth"], us
 
 
+@pytest.fixture
+def shown(kept, device):
+    """What the cells of section 4 are run with; their tables are noted."""
+    tables = []
+    names = {"GPU": True, "DEVICE": device, "HERE": "here", "tables": tables}
+    names |= {"compare": lambda out, *pair: kept.bits_differing(out, dequantize_4bit(*pair))}
+    names |= {"show": lambda table, caption, digits=1: tables.append(table)}
+    return {**vars(kept), **names}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (4, 4)])
+def test_the_started_launch_is_right_whatever_was_tuned(shown, monkeypatch, capsys, device, sizes):
+    """It has as many programs as its kernel needs."""
+    index = 0 if GPU else None
+    monkeypatch.setitem(shown["SETTINGS"], (index, 2), shown["Setting"](*sizes))
+    shown["call_us"] = lambda function, x, wait: 1.0
+    helpers.run_cell("start-run", shown)
+    assert "0 of 262,144 weights differ" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_a_kept_launch_is_shown_to_do(shown, monkeypatch, capsys, is_kept):
+    shown["start"] = "not None" if is_kept else None
+    helpers.run_cell("kept-run", shown)
+    assert ("not kept here" in capsys.readouterr().out) is not is_kept
+    assert len(shown["tables"]) == is_kept
+
+
+@pytest.mark.gpu
+def test_a_start_that_writes_nothing_is_refused(nf4, monkeypatch):
+    """Though the block that it gets held the same weight a moment ago."""
+    monkeypatch.setattr(nf4, "NOT_KEPT", {})
+    monkeypatch.setattr(nf4, "launch_kernel", lambda *arguments: None)
+    weight, state = fresh(nf4, "cuda")
+    with pytest.warns(UserWarning, match="launches are not kept here.*other bits"):
+        for _ in range(3):
+            check_right(nf4, weight, state)
+    assert state._nf4_launch is None
+
+
 CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     # Is the memory there? The weight's,
     "weight_ref() is weight": "another weight object",
     "weight is not None": "weight = None",
     "data_ptr(weight) == weight_at": "weight.data = ...",
-    "weight.nbytes == n_bytes": "halved",
+    "weight.shape == weight_shape": "weight.data = its first half",
+    "(is_bytes or weight.dtype == weight_dtype)": "halved",
     # another weight's,
     "isinstance(weight, torch.Tensor)": "weight as a list",
     "is_plain(weight)": "subclass",
@@ -862,6 +927,7 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     "weight.dtype == dtype": "another weight object",
     "weight.device == device": "weight on another device",
     "weight.numel() == numel": "weight.data = its first half",
+    "weight.is_contiguous()": "another, strided",
     "weight.dim() > 0": "weight 0-d",
     "weight.untyped_storage().nbytes() >= bytes_used(weight)": "weight shortened",
     "weight.data_ptr() % 16 == remainder": "weight at an odd address",
@@ -887,12 +953,13 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     "quant_state.dtype is dtype": "dtype = bfloat16",
     "quant_state.blocksize == blocksize": "blocksize = 128",
     'quant_state.quant_type == "nf4"': "quant_type = fp4",
-    "(is_matrix or weight.shape[0] != 1)": "turned, three dimensions",
+    "(is_matrix or not turned)": "turned, three dimensions",
     "is_contiguous(weight)": "strided",
     "RUNTIME.launch_enter_hook is enter": "another enter hook",
     "RUNTIME.launch_exit_hook is leave": "another exit hook",
     "_dequantize_nf4_kernel is kernel": "kernel redefined",
     "not modes()": "modes",
+    "not is_included(PRE_DISPATCH)": "traced before autograd",
     "not tracing()": "traced",
     "not transforms()": "transformed",
     # Can it be kept at all?
@@ -901,23 +968,26 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     'not any(getattr(hook, "calls", True) for hook in hooks)': "another enter hook",
     "nf4.code is quant_state.code": "code in torch.bfloat16",
     "nf4.offset is offset": "offset in torch.bfloat16",
+    'hasattr(quant_state, "offset")': "no offset",
 }
 OTHERS = {  # what else makes it right -> (its replacement, the case that must then fail)
-    "out = start(at)": ("out = start()", "another weight"),
-    "if at is None:": ("if False:", "absmax.data = ..."),
+    "turned = start(data_ptr(weight))": ("turned = start()", "another weight"),
     "if is_capturing(nf4.weight.device):": ("if False:", "captured"),
-    "data_ptr(weight) if is_another(weight) else None": ("data_ptr(weight)", "weight shortened"),
+    "CAPTURED.append(": ("id(", "captured"),
+    "if weight_is_there:": ("if True:", "another weight"),
+    "elif fits(weight):": ("elif True:", "weight shortened"),
     "if not tables_are_there:": ("if False:", "absmax.data = ..."),
-    "if not means_the_same(weight, quant_state):": ("if False:", "shape = 128 x 64"),
+    "if not means_the_same or not is_unwatched:": ("if False:", "shape = 128 x 64"),
     "with no_torch_function():": ("with contextlib.nullcontext():", "torch function"),
     "stand_in(nf4) if state2 is None else state2": ("state2", "repeated, plain"),
-    "return out.t() if weight.shape[0] == 1 else out": ("return out", "turned in place"),
+    "return out.t() if turned else out": ("return out", "turned in place"),
+    "is_turned(nf4.weight)\n    fits": ("False\n    fits", "turned first"),
+    "start(data_ptr(weight)), is_turned(weight)": ("start(data_ptr(weight)), False", "transposed"),
     "if torch._C._cuda_getDevice() == index:": ("if True:", "device"),
     "current_stream(index)": ("0", "stream"),
 }
 ENDS_THE_PROCESS = (  # on a GPU
     "weight.data_ptr() % 16 == remainder",
-    "if at is None:",
     "if not tables_are_there:",
 )
 
@@ -926,7 +996,7 @@ def guards():
     """The text of the functions that hold the conditions."""
     cells = "\n".join(source for _, source in helpers.exports())
     text = ""
-    for name in ("call", "address", "is_another", "means_the_same", "can_be_kept"):
+    for name in ("call", "fits", "can_be_kept"):
         head = re.search(rf"^( *)def {name}\(.*\n", cells, re.M)
         indent = len(head[1])
         for line in cells[head.end() :].splitlines(True):
@@ -959,10 +1029,10 @@ def test_the_removals_cover_the_whole_check():
         r"^ *(if .*?|elif .*|while .*|for .*|.*continue)(?:  #.*)?$", guards(), re.M
     )
     assert decisions == [
-        "if at is None:",
-        "if not means_the_same(weight, quant_state):",
         "if not tables_are_there:",
-        "if (",
+        "if weight_is_there:",
+        "elif fits(weight):",
+        "if not means_the_same or not is_unwatched:",
     ]
 
 

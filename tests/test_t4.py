@@ -185,6 +185,7 @@ def check_rehearsal(found):
     assert {row["dtype"] for row in found["compile"]} == {"float16", "bfloat16"}
     for row in found["compile"]:
         assert row["compiled"] and row["bit_equal"], row
+    assert set(found["fractions"]) == {"float16", "bfloat16", "float32"}
 
 
 def test_the_recorded_rehearsal():
@@ -262,13 +263,17 @@ def small(monkeypatch, tmp_path):
 
 
 def test_a_small_notebook_is_rehearsed(small, tmp_path, capfd):
-    assert small(T4S_ANSWERS, KERNEL) == 0, capfd.readouterr().err
+    rows = [{"format": "8192 x 28672", "dtype": "float16", "fraction": 0.98765}]
+    rows += [{"format": "1024 x 4096", "dtype": "float16", "fraction": 0.5}]
+    right = RIGHT | {"formats": rows}
+    assert small(T4S_ANSWERS, KERNEL, record=right) == 0, capfd.readouterr().err
     found = json.loads((tmp_path / "run" / "t4_rehearsal.json").read_text())
     assert (found["gpu"], found["as"]) == ("NVIDIA H200", "Tesla T4")
     assert (found["cells"], found["errors"]) == (3, 0)
     assert {key: found[key] for key in RIGHT} == RIGHT
+    assert found["fractions"] == {"float16": 0.988}
     written = json.loads((tmp_path / "run" / "results" / "tesla-t4.json").read_text())
-    assert written == RIGHT | {"rehearsed": True, "rehearsed_on": "NVIDIA H200"}
+    assert written == right | {"rehearsed": True, "rehearsed_on": "NVIDIA H200"}
     notebook = nbformat.read(tmp_path / "run" / "small.ipynb", as_version=4)
     assert notebook.metadata.rehearsed_on == "NVIDIA H200"
     assert "no time below is a T4's" in notebook.cells[0].source

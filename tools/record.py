@@ -50,7 +50,7 @@ BASELINES = {  # the rows of the table; a contender that does not exist on a mac
 }
 MEASURED = (
     "gpu capability date versions cpu cores exact tune formats bandwidth calls host official_s "
-    "harness floor compile t4_estimate launches memory score"
+    "harness floor compile compile_times t4_estimate launches memory score"
 ).split()
 PICTURES = ("formats", "calls")  # <gpu>-formats.png, <gpu>-calls.png
 FROM_TESTS = ("robustness", "timed", "t4_rehearsal")  # entries of the record beside a run

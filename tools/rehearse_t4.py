@@ -6,8 +6,8 @@
 How: the kernel's process and its children start with a sitecustomize that calls `disguise`. From
 then on torch describes the card as a T4, so Triton, Inductor and Unsloth compile for sm_75. ptxas
 must accept that code, but in the place of its machine code, which no newer card runs, the PTX is
-handed on: the driver translates it for the real card. What is written is marked `rehearsed`; it
-says nothing about a T4's speed.
+handed on: the driver translates it for the real card. What is written is marked `rehearsed`; its
+times are not a T4's. `fractions` says how near that code comes to the real card's traffic ceiling.
 
 Exit status 0: every code cell ran without an error, no weight differs, Inductor compiled all that
 was compiled in fp16 and bf16; 1: not so, and why; 2: it cannot be tried here, and why.
@@ -228,6 +228,10 @@ def report(notebook, record, gpu, seconds):
         if cell.cell_type == "code":
             ran += cell.execution_count is not None
             errors += sum(output.output_type == "error" for output in cell.outputs)
+    fractions = {}  # of the traffic ceiling, at a shape that is larger than any card's L2 cache
+    for row in record.get("formats") or ():
+        if row["format"] == "8192 x 28672":
+            fractions[row["dtype"]] = round(row["fraction"], 3)
     return {
         "gpu": gpu,
         "as": T4.name,
@@ -236,6 +240,7 @@ def report(notebook, record, gpu, seconds):
         "errors": errors,
         "exact": record.get("exact"),
         "compile": record.get("compile"),
+        "fractions": fractions,
         "seconds": round(seconds, 1),
     }
 
