@@ -36,10 +36,10 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 1981  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 1982  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 110, ("kernel", "lookup", "words")
-HOST = 466
+HOST = 467
 HOST_CELLS = ("nf4", "check", "launch", "host-function", "operator", "kept", "keep")
 STRETCH = 80  # unfolded lines before an output,
 KERNEL_STRETCH = 80  # and where they begin with the kernel
@@ -498,10 +498,8 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "0.9": "239e9 weights x 11.5 / 32 over a T4's 40 x 4 schedulers at 585 MHz, seconds",
     "1.07": "the least of the T4's estimates if ours moves its 601 GB at 0.95 x 240 GB/s (tested)",
     "1.17": "the greatest, likewise",
-    "1.3": "(40 multiprocessors x 585 MHz / 320 GB/s) / (132 x 1980 MHz / 4.8 TB/s), the cards' data",
-    "1.9": "how much slower the driver is on Colab's host",
+    "2.5": "601 GB by 240 GB/s, seconds",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",
-    "2.85": "how much slower Python is on Colab's host",
     "1.15": "the challenge's bar",
     "20.3": "a PyTorch operator on a T4, us: the profiles that are linked",
     "6.5": "a launch in the driver there, us: the same",
@@ -796,15 +794,16 @@ def test_the_tables_of_a_record(a_record):
         "| Unsloth's path of the challenge's day (three launches) |"
         + 3 * " **2.00** (runs 2.00–2.00) |",
         "| PEFT (3.4) |" + 3 * " **3.00** (runs 3.00–3.00) |",
-        "| ours, launched the ordinary way (`kernel[grid]`) |" + 3 * " **1.25** (runs 1.25–1.25) |",
+        "| our kernel through `kernel[grid]` |" + 3 * " **1.25** (runs 1.25–1.25) |",
         "| today's Unsloth, `test_dequantize` run once |  |  | 1.44 (runs 1.26–1.57) |",
         "",
         TOLD,
     ]
     shown = record.record_table(a_record(1.6) | {"median_of": 3}, runs).splitlines()[-1]
     assert shown == (
-        f"{TOLD} Bold: one run, the median of 3 by its speedup over today's Unsloth in fp16"
-        " (1.40, 1.60, 1.75). In brackets: the range of all 3 (`results/tesla-t4-runs.json`)."
+        f"{TOLD} Bold: the middle one of 3 runs, ranked by their speedup over today's Unsloth"
+        " in fp16 (1.40, 1.60, 1.75). In brackets: the range of all 3"
+        " (`results/tesla-t4-runs.json`)."
     )
 
 
@@ -964,7 +963,8 @@ def test_of_several_runs_the_median_one_is_shown(copy, a_record, tmp_path, capsy
     assert (record.RESULTS / "tesla-t4-calls.png").read_bytes() == f"calls, run {shown}".encode()
     stated = record.README.read_text()
     assert f"**{shown:.2f}** (runs 1.40–1.80)" in stated
-    rule = f"one run, the median of {len(ratios)} by its speedup over today's Unsloth in fp16"
+    ranked = "ranked by their speedup over today's Unsloth in fp16"
+    rule = f"the middle one of {len(ratios)} runs, {ranked}"
     assert f"Bold: {rule}" in stated
     printed = capsys.readouterr().out
     assert f"shown is {tmp_path / str(shown)}, {shown:.3f}: {rule}" in printed
@@ -1183,7 +1183,7 @@ def test_where_every_host_was_busy_none_is_called_alone(copy, a_record, tmp_path
         (folder / "note.txt").write_text("tests ran beside it")
     record.adopt(*folders)
     assert result("tesla-t4")["median_of"] == 3
-    assert "Bold: one run, the median of 3 by its speedup" in record.README.read_text()
+    assert "Bold: the middle one of 3 runs, ranked by their speedup" in record.README.read_text()
 
 
 def test_runs_of_two_gpus_are_not_mixed(copy, a_record, tmp_path):

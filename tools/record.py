@@ -46,7 +46,7 @@ BASELINES = {  # the rows of the table; a contender that does not exist on a mac
     "unsloth_today": "today's Unsloth ({unsloth})",
     "unsloth_puzzle": "Unsloth's path of the challenge's day (three launches)",
     "peft": "PEFT ({peft})",
-    "kernel_grid": "ours, launched the ordinary way (`kernel[grid]`)",
+    "kernel_grid": "our kernel through `kernel[grid]`",
 }
 MEASURED = (
     "gpu capability date versions cpu cores exact tune formats bandwidth calls host official_s "
@@ -232,7 +232,8 @@ def rule(n_runs, alone):
     if n_runs == 1:
         return "the run that is shown" + (", alone on its host" if alone else "")
     those = " that had their host alone" if alone else ""
-    return f"one run, the median of {n_runs}{those} by its speedup over today's Unsloth in fp16"
+    ranked = "ranked by their speedup over today's Unsloth in fp16"
+    return f"the middle one of {n_runs} runs{those}, {ranked}"
 
 
 def ladder_table(roads, variants=False):
