@@ -888,9 +888,12 @@ def test_the_started_launch_is_right_whatever_was_tuned(shown, monkeypatch, caps
     """It has as many programs as its kernel needs."""
     index = 0 if GPU else None
     monkeypatch.setitem(shown["SETTINGS"], (index, 2), shown["Setting"](*sizes))
-    shown["call_us"] = lambda function, x, wait: 1.0
+    outs = []
+    shown["call_us"] = lambda function, x, wait: outs.append(function(x)) or 1.0
     helpers.run_cell("start-run", shown)
     assert "0 of 262,144 weights differ" in capsys.readouterr().out
+    want = dequantize_4bit(shown["weight"], shown["state"])
+    assert [shown["bits_differing"](out, want) for out in outs] == [0, 0]
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
