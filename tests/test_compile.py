@@ -97,7 +97,7 @@ def test_compiled_calls_are_timed_beside_others(nf4, monkeypatch):
         assert (row["graphs"], row["error"]) == (1, None)
 
 
-def test_to_time_a_compiled_function_compiles_nothing(nf4, device, pair):
+def test_to_time_a_compiled_function_compiles_nothing(nf4):
     """The timer runs it with as many threads as it was compiled with."""
     counter = nf4.GraphCounter("cpu")
     run = torch.compile(lambda x: x + 1, backend=counter)
