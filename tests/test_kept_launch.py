@@ -897,8 +897,8 @@ def test_the_started_launch_is_right_whatever_was_tuned(shown, monkeypatch, caps
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_what_a_kept_launch_is_shown_to_do(shown, monkeypatch, capsys, is_kept):
-    shown["start"] = "not None" if is_kept else None
+def test_what_a_kept_launch_is_shown_to_do(shown, capsys, is_kept):
+    shown["start"] = object() if is_kept else None
     helpers.run_cell("kept-run", shown)
     assert ("not kept here" in capsys.readouterr().out) is not is_kept
     assert len(shown["tables"]) == is_kept

@@ -499,13 +499,10 @@ def adopt(*folders, rehearsed=False):
         write(files)
     except (LookupError, TypeError, ValueError, OSError) as error:
         raise SystemExit(f"{type(error).__name__}: {said(error)}\n{NOTHING}") from None
-    gpu, folder, ratio = (
-        shown.record["gpu"],
-        shown.folder,
-        over_todays_unsloth(summary(shown.record)),
-    )
+    gpu = shown.record["gpu"]
     print(f"adopted: {len(runs)} runs on {gpu}; {len(listed)} are recorded now")
-    print(f"shown is {folder}, {ratio:.3f}: {rule(len(alone), len(alone) < len(runs))}")
+    ratio = over_todays_unsloth(summary(shown.record))
+    print(f"shown is {shown.folder}, {ratio:.3f}: {rule(len(alone), len(alone) < len(runs))}")
 
 
 def over_todays_unsloth(found):
