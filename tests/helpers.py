@@ -222,6 +222,8 @@ def keep_on_cpu(nf4, monkeypatch, scratches=SCRATCHES):
 class Compiled(types.SimpleNamespace):
     """Stands for Triton's CompiledKernel."""
 
+    __hash__ = object.__hash__
+
 
 def compiled_for(nf4, described, constants, world, scratches):
     """What Triton would have compiled for this launch; its `function` runs the interpreter."""

@@ -441,7 +441,7 @@ def refusing(nf4, monkeypatch):
             return start
 
     monkeypatch.setattr(nf4, "_dequantize_nf4_kernel", Refusing())
-    monkeypatch.setattr(nf4, "ASSEMBLY", {})
+    monkeypatch.setattr(nf4, "NO_ASSEMBLY", {})
     monkeypatch.setattr(nf4, "INTERPRETED", nf4.tl.constexpr(False))  # so that refusals are said
     if not GPU:  # the interpreter has no libdevice
         monkeypatch.setattr(nf4, "libdevice", types.SimpleNamespace(mul_rn=operator.mul))
@@ -476,12 +476,12 @@ def test_the_assembly_is_said_to_work_only_after_it_was_tried(nf4, monkeypatch):
 
     def refusal(device):
         if threading.current_thread() is not second:
-            assert device not in nf4.ASSEMBLY
+            assert device not in nf4.NO_ASSEMBLY
             second.start()
             second.join(1)
         return "refused"
 
-    monkeypatch.setattr(nf4, "ASSEMBLY", {})
+    monkeypatch.setattr(nf4, "NO_ASSEMBLY", {})
     monkeypatch.setattr(nf4, "refusal_of_the_assembly", refusal)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on a GPU the refusal is told
@@ -505,7 +505,7 @@ def test_assembly_that_looks_up_what_it_should_not_is_not_used(device):
     with pytest.warns(UserWarning) if GPU else contextlib.nullcontext():
         out = moved.dequantize_nf4(weight, state)
     assert moved.bits_differing(out, dequantize_4bit(weight, state)) == 0
-    assert "does not look up" in moved.ASSEMBLY[weight.device]
+    assert "does not look up" in moved.NO_ASSEMBLY[weight.device]
 
 
 KINDS = {
@@ -651,6 +651,20 @@ def test_sharded_and_gathered_bytes(nf4, device, tally, storage):
     want = same(nf4, tally, weight, state)
     gathered = torch.cat(weight.flatten().chunk(4)).reshape(weight.shape)
     assert helpers.differing(nf4, tally, nf4.dequantize_nf4(gathered, state), want) == 0
+
+
+@pytest.mark.parametrize("instead", ["no attribute", "None"])
+def test_a_state_that_only_the_layer_has(nf4, device, instead):
+    """Where FSDP or torch.export put a bare tensor in the parameter's place."""
+    layer = nf4.bnb_Linear4bit(64, 128).to(device)
+    want = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    layer.quant_state = layer.weight.quant_state
+    if instead == "None":
+        layer.weight.quant_state = None
+    else:
+        layer.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)
+    for _ in range(2):
+        assert nf4.bits_differing(nf4.your_dequantize_nf4(layer), want) == 0
 
 
 def test_load_state_dict(nf4, device):

@@ -679,7 +679,7 @@ def test_without_a_bare_call_there_is_no_floor(nf4):
 
 def test_the_three_launches_need_the_switch(nf4, monkeypatch, capsys):
     """Without it today's path would be measured twice; so it is left out, and that is said."""
-    monkeypatch.setattr(nf4, "NOT_KEPT", {torch.device("cuda", 0): ""})
+    monkeypatch.setattr(nf4, "NOT_KEPT", {torch.device("cuda", 0): None})
     kernels = types.SimpleNamespace(_USE_NF4_KERNELS=True)
     monkeypatch.setattr(nf4, "unsloth_kernels", kernels)
     assert list(nf4.contenders_here()) == list(nf4.CONTENDERS) and not capsys.readouterr().out

@@ -82,7 +82,7 @@ def draw():
     axes.vlines([left + 2 * i * column for i in range(5)], 3.62, 4.05, color=BLUE, lw=2.2, zorder=5)
 
     arrow((first, 3.62), (first, 3.4))
-    start = text(left, 3.2, f"nibble = word >> 4 = 0x{word >> 8:07X}", 10.5, mono=True) + 0.05
+    start = text(left, 3.2, f"shifted = word >> 4 = 0x{word >> 8:07X}", 10.5, mono=True) + 0.05
     end = text(start, 3.2, f"{chosen:X}", 10.5, mono=True, weight="bold")
     box(start - 0.025, 3.145, end - start + 0.05, 0.21, ORANGE)
     end = text(end + 0.12, 3.2, f"its low 4 bits: 0x{chosen:X} = {chosen}")
@@ -98,7 +98,7 @@ def draw():
         text(x + column / 4, 2.3, code, 8.0, ha="center")
 
     arrow((lane, 2.2), (lane, 1.85), (first, 1.85), (first, 1.55))
-    text(first + 0.1, 1.95, "shfl.sync.idx.b32 w0, code, nibble, 0x101f, -1", mono=True)
+    text(first + 0.1, 1.95, "shfl.sync.idx.b32 w0, code, shifted, 0x101f, -1", mono=True)
     text(first + 0.1, 1.65, "hands the entry of lane 10 to lane 5; 0x101f: segments of 16 lanes")
     text(lane + 0.12, 1.95, "All 32 threads ask at once,")
     text(lane + 0.12, 1.75, "each for its own nibble.")

@@ -213,8 +213,8 @@ def record_table(record, runs):
         if record["median_of"] == len(runs):
             ratios = sorted(map(over_todays_unsloth, runs))
             told += " (" + ", ".join(f"{ratio:.2f}" for ratio in ratios) + ")"
-        told += ". In brackets: the range of all"
-        told += f" {len(runs)} (`results/{slug(gpu)}-runs.json`)."
+        all_of_them = "both" if len(runs) == 2 else f"all {len(runs)}"
+        told += f". In brackets: the range of {all_of_them} (`results/{slug(gpu)}-runs.json`)."
     return "\n\n".join([*tables, told])
 
 
@@ -233,6 +233,8 @@ def rule(n_runs, alone):
         return "the run that is shown" + (", alone on its host" if alone else "")
     those = " that had their host alone" if alone else ""
     ranked = "ranked by their speedup over today's Unsloth in fp16"
+    if n_runs == 2:
+        return f"of two runs{those} the one with the lower speedup over today's Unsloth in fp16"
     return f"the middle one of {n_runs} runs{those}, {ranked}"
 
 
