@@ -976,6 +976,12 @@ def test_of_several_runs_the_median_one_is_shown(copy, a_record, tmp_path, capsy
     assert f"shown is {tmp_path / str(shown)}, {shown:.3f}: {rule}" in printed
 
 
+def test_of_two_runs_the_slower_is_shown(a_record):
+    assert record.rule(2, alone=False) == "the slower of two runs, by fp16 over today's Unsloth"
+    slower, faster = (types.SimpleNamespace(record=a_record(ratio)) for ratio in (1.4, 1.5))
+    assert record.median_run([faster, slower]) is slower
+
+
 def test_a_second_run_lengthens_the_list(copy, a_record):
     (copy.run / "robustness.json").write_text('{"cases": 5, "second_gpu_ours_us": 3.0}')
     timed = {"gpu": "a", "cases": 5, "training_ms_small": 1.0}
@@ -990,7 +996,7 @@ def test_a_second_run_lengthens_the_list(copy, a_record):
     assert result("tesla-t4")["timed"] == {"gpu": "a", "date": None, "training_ms_small": 1.0}
     stated = record.README.read_text()
     assert "**1.50** (runs 1.23–1.50)" in stated
-    assert "Bold: the run that is shown. In brackets: the range of all 2" in stated
+    assert "Bold: the run that is shown. In brackets: the range of both" in stated
 
 
 def test_a_notebook_without_cell_ids_is_adopted(copy):

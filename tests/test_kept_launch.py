@@ -995,6 +995,7 @@ def test_a_start_that_writes_nothing_is_refused(nf4, monkeypatch):
     tried = []
     monkeypatch.setattr(nf4, "launch_kernel", lambda *given: tried.append(given[-2][0]))
     weight, state = fresh(nf4, "cuda")
+    nf4.assembly_works(weight.device)  # its trial would write into those blocks
     alike = [dequantize_4bit(weight.data, state) for _ in range(8)]
     blocks = {out.data_ptr() for out in alike}
     del alike

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import colab
 import colab_jupyter
@@ -18,6 +19,7 @@ import nbformat
 import pytest
 import record
 import rehearse_t4
+import t4_kernels
 import torch
 from helpers import ROOT
 from packaging.requirements import Requirement
@@ -331,6 +333,40 @@ def test_the_rehearsal_judges_the_record(record, reason):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")])
     found = rehearse_t4.failures(notebook, {"cells": 1, **record})
     assert [] == found if reason is None else len(found) == 1 and reason in found[0]
+
+
+def test_the_recorded_shares_are_those_of_the_times():
+    found = json.loads((ROOT / "results" / "t4_kernels.json").read_text())
+    again = t4_kernels.result(found["rows"], found["gpu"])
+    assert again | {"date": found["date"]} == found
+    assert {row["dtype"] for row in found["rows"]} == {"float16", "bfloat16"}
+    assert found["as"] == "Tesla T4" and "T4" not in found["gpu"]
+
+
+@pytest.mark.parametrize(
+    "code, status, told",
+    [
+        (b".target sm_75", 0, None),
+        (b".target sm_90", 0, "of 1 kernels 1 are not"),
+        (None, 0, "of 0 kernels 0 are not"),
+        (b".target sm_75", 1, "it ended with 1: what it said"),
+    ],
+)
+def test_kernels_in_disguise_are_for_a_t4(monkeypatch, code, status, told):
+    rows = [{"format": "8192 x 28672", "dtype": "float16"}]
+
+    def run(command, env, **options):
+        if code:
+            (Path(env["TRITON_CACHE_DIR"]) / "kernel.cubin").write_bytes(code)
+        said = "what it said\n" if status else f"a banner\n{json.dumps(rows)}\n"
+        return subprocess.CompletedProcess(command, status, stdout=said)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    if told is None:
+        assert t4_kernels.in_disguise() == rows
+        return
+    with pytest.raises(RuntimeError, match=told):
+        t4_kernels.in_disguise()
 
 
 NO_GPU, H200 = (False, "", (0, 0), "12.8"), (True, "NVIDIA H200", (9, 0), "12.8")

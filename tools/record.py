@@ -234,7 +234,7 @@ def rule(n_runs, alone):
     those = " that had their host alone" if alone else ""
     ranked = "ranked by their speedup over today's Unsloth in fp16"
     if n_runs == 2:
-        return f"of two runs{those} the one with the lower speedup over today's Unsloth in fp16"
+        return f"the slower of two runs{those}, by fp16 over today's Unsloth"
     return f"the middle one of {n_runs} runs{those}, {ranked}"
 
 
