@@ -25,8 +25,10 @@ LARGEST = "8192 x 28672"
 
 def time_in_disguise():
     """Prints the rows of time_formats for the harness's shapes and the largest, in 16 bits."""
-    import helpers
     import unsloth.kernels.utils  # before transformers
+
+    # isort: split
+    import helpers
 
     nf4 = helpers.load()
     nf4.FORMATS, nf4.DTYPES = nf4.FORMATS[:4], nf4.DTYPES[:2]
