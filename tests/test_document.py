@@ -36,10 +36,10 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 1982  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 1980  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 110, ("kernel", "lookup", "words")
-HOST = 467
+HOST = 465
 HOST_CELLS = ("nf4", "check", "launch", "host-function", "operator", "kept", "keep")
 STRETCH = 80  # unfolded lines before an output,
 KERNEL_STRETCH = 80  # and where they begin with the kernel

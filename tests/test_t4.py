@@ -347,8 +347,8 @@ def test_the_recorded_shares_are_those_of_the_times():
     "code, status, told",
     [
         (b".target sm_75", 0, None),
-        (b".target sm_90", 0, "of 1 kernels 1 are not"),
-        (None, 0, "of 0 kernels 0 are not"),
+        (b".target sm_90", 0, "PTX for sm_75; of 1 in Triton's cache 1 are not"),
+        (None, 0, "PTX for sm_75; of 0 in Triton's cache 0 are not"),
         (b".target sm_75", 1, "it ended with 1: what it said"),
     ],
 )

@@ -232,9 +232,9 @@ def rule(n_runs, alone):
     if n_runs == 1:
         return "the run that is shown" + (", alone on its host" if alone else "")
     those = " that had their host alone" if alone else ""
-    ranked = "ranked by their speedup over today's Unsloth in fp16"
     if n_runs == 2:
         return f"the slower of two runs{those}, by fp16 over today's Unsloth"
+    ranked = "ranked by their speedup over today's Unsloth in fp16"
     return f"the middle one of {n_runs} runs{those}, {ranked}"
 
 

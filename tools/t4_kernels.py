@@ -20,7 +20,6 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tools")]
 import rehearse_t4  # noqa: E402
 
 NAMES = ("ours_us", "unsloth_today_us", "ceiling_us", "copy_us")
-LARGEST = "8192 x 28672"
 
 
 def time_in_disguise():
@@ -42,13 +41,12 @@ def in_disguise():
         environment = rehearse_t4.environment(Path(scratch))
         command = [sys.executable, __file__, "--in-disguise"]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-        kernels = [path.read_bytes() for path in Path(scratch, "triton").rglob("*.cubin")]
+        kernels = rehearse_t4.cached_kernels(Path(scratch))
     if done.returncode:
         raise RuntimeError(f"it ended with {done.returncode}: {done.stdout[-2000:]}")
-    strange = sum(b".target sm_75" not in kernel for kernel in kernels)
-    if strange or not kernels:
-        got = f"of {len(kernels)} kernels {strange} are not"
-        raise RuntimeError(f"expected kernels that are PTX for sm_75, but {got}")
+    wrong = rehearse_t4.objections(kernels)
+    if wrong:
+        raise RuntimeError(wrong[0])
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -56,11 +54,11 @@ def result(rows, gpu):
     """What is written. Shares of the ceiling: {dtype: {ours, unsloth_today}}."""
     found = {"gpu": gpu, "as": rehearse_t4.T4.name, "date": datetime.date.today().isoformat()}
     for row in rows:
-        if row["format"] == LARGEST:
-            shares = {
-                who: row["ceiling_us"] / row[f"{who}_us"] for who in ("ours", "unsloth_today")
-            }
-            found[row["dtype"]] = {who: round(share, 3) for who, share in shares.items()}
+        if row["format"] == rehearse_t4.LARGEST:
+            shares = {}
+            for who in ("ours", "unsloth_today"):
+                shares[who] = round(row["ceiling_us"] / row[f"{who}_us"], 3)
+            found[row["dtype"]] = shares
     found["rows"] = []
     for row in rows:
         times = {name: round(row[name], 3) for name in NAMES}
@@ -75,9 +73,9 @@ def main(arguments):
     refusal = rehearse_t4.refusal(Path(tempfile.gettempdir()), card)
     if refusal:
         raise SystemExit(refusal)
-    path = Path(arguments[0])
-    path.write_text(json.dumps(result(in_disguise(), card[0]), indent=1) + "\n")
-    print(path.read_text())
+    text = json.dumps(result(in_disguise(), card[0]), indent=1)
+    Path(arguments[0]).write_text(text + "\n")
+    print(text)
 
 
 if __name__ == "__main__":
