@@ -977,7 +977,8 @@ def test_of_several_runs_the_median_one_is_shown(copy, a_record, tmp_path, capsy
 
 
 def test_of_two_runs_the_slower_is_shown(a_record):
-    assert record.rule(2, alone=False) == "the slower of two runs, by fp16 over today's Unsloth"
+    of_two = "of two runs the one with the lower speedup over today's Unsloth in fp16"
+    assert record.rule(2, alone=False) == of_two
     slower, faster = (types.SimpleNamespace(record=a_record(ratio)) for ratio in (1.4, 1.5))
     assert record.median_run([faster, slower]) is slower
 
