@@ -44,7 +44,7 @@ RESULTS = ROOT / "results"
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "original": "the challenge's mix"}
 BASELINES = {  # the rows of the table; a contender that does not exist on a machine has none
     "unsloth_today": "today's Unsloth ({unsloth})",
-    "unsloth_puzzle": "Unsloth's path of the challenge's day (three launches)",
+    "unsloth_puzzle": "Unsloth's older path (three launches)",
     "peft": "PEFT ({peft})",
     "kernel_grid": "our kernel through `kernel[grid]`",
 }
@@ -233,7 +233,7 @@ def rule(n_runs, alone):
         return "the run that is shown" + (", alone on its host" if alone else "")
     those = " that had their host alone" if alone else ""
     if n_runs == 2:
-        return f"of two runs{those} the one with the lower speedup over today's Unsloth in fp16"
+        return f"the lower of two runs{those}, by fp16 over today's Unsloth"
     ranked = "ranked by their speedup over today's Unsloth in fp16"
     return f"the middle one of {n_runs} runs{those}, {ranked}"
 
