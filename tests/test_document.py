@@ -378,9 +378,11 @@ def test_notebook_is_made_for_a_t4():
     for cell in CELLS.values():
         attached |= cell.get("attachments", {})
     shown = set(re.findall(r"attachment:([\w.]+)", "".join(MARKDOWN.values())))
-    assert shown == set(attached) == {"warp.png"}
-    picture = base64.b64decode(attached["warp.png"]["image/png"])
-    assert picture == (ROOT / "results" / "warp.png").read_bytes(), "run tools/draw_warp.py"
+    assert shown == set(attached) == {"warp.png", "call.png"}
+    for name, found in attached.items():
+        picture = base64.b64decode(found["image/png"])
+        assert picture == (ROOT / "results" / name).read_bytes(), f"run tools/draw_{name[:-4]}.py"
+        assert f"(results/{name})" in README, "not every viewer shows an attachment"
 
 
 def test_comments_and_layout_may_change_without_a_run_and_code_may_not():
@@ -608,7 +610,7 @@ def test_record_has_its_times(found):
 def test_results_are_data():
     paths = list((ROOT / "results").iterdir())
     assert {path.suffix for path in paths} == {".json", ".png"}
-    pictures = {"warp.png"}
+    pictures = {"warp.png", "call.png"}
     for found in record.records(RESULTS):
         pictures |= {f"{record.slug(found['gpu'])}-{kind}.png" for kind in record.PICTURES}
     assert {path.name for path in paths if path.suffix == ".png"} == pictures
@@ -796,19 +798,18 @@ def test_the_tables_of_a_record(a_record):
     assert record.record_table(a_record(1.6), runs).splitlines() == [
         "| **Tesla T4**, 2026-11-22: speedup over | fp16 | bf16 | the challenge's mix |",
         "| --- | --- | --- | --- |",
-        "| today's Unsloth (1.2) |" + 3 * " **1.60** (runs 1.40–1.75) |",
-        "| Unsloth's older path (three launches) |" + 3 * " **2.00** (runs 2.00–2.00) |",
-        "| PEFT (3.4) |" + 3 * " **3.00** (runs 3.00–3.00) |",
-        "| our kernel through `kernel[grid]` |" + 3 * " **1.25** (runs 1.25–1.25) |",
-        "| today's Unsloth, `test_dequantize` run once |  |  | 1.44 (runs 1.26–1.57) |",
+        "| today's Unsloth (1.2) |" + 3 * " **1.60** (1.40–1.75) |",
+        "| Unsloth's older path (three launches) |" + 3 * " **2.00** (2.00) |",
+        "| PEFT (3.4) |" + 3 * " **3.00** (3.00) |",
+        "| our kernel through `kernel[grid]` |" + 3 * " **1.25** (1.25) |",
+        "| today's Unsloth, `test_dequantize` run once |  |  | 1.44 (1.26–1.57) |",
         "",
         TOLD,
     ]
     shown = record.record_table(a_record(1.6) | {"median_of": 3}, runs).splitlines()[-1]
     assert shown == (
         f"{TOLD} Bold: the middle one of 3 runs, ranked by their speedup over today's Unsloth"
-        " in fp16 (1.40, 1.60, 1.75). In brackets: the range of all 3"
-        " (`results/tesla-t4-runs.json`)."
+        " in fp16. In brackets: the other 2 (`results/tesla-t4-runs.json`)."
     )
 
 
@@ -967,7 +968,8 @@ def test_of_several_runs_the_median_one_is_shown(copy, a_record, tmp_path, capsy
     assert origin.outputs[0].text == f"run {shown}"
     assert (record.RESULTS / "tesla-t4-calls.png").read_bytes() == f"calls, run {shown}".encode()
     stated = record.README.read_text()
-    assert f"**{shown:.2f}** (runs 1.40–1.80)" in stated
+    others = [ratio for ratio in ratios if ratio != shown]
+    assert f"**{shown:.2f}** ({min(others):.2f}–{max(others):.2f})" in stated
     ranked = "ranked by their speedup over today's Unsloth in fp16"
     rule = f"the middle one of {len(ratios)} runs, {ranked}"
     assert f"Bold: {rule}" in stated
@@ -976,7 +978,8 @@ def test_of_several_runs_the_median_one_is_shown(copy, a_record, tmp_path, capsy
 
 
 def test_of_two_runs_the_slower_is_shown(a_record):
-    assert record.rule(2, alone=False) == "the lower of two runs, by fp16 over today's Unsloth"
+    of_two = "of two runs the one with the lower fp16 speedup over today's Unsloth"
+    assert record.rule(2, alone=False) == of_two
     slower, faster = (types.SimpleNamespace(record=a_record(ratio)) for ratio in (1.4, 1.5))
     assert record.median_run([faster, slower]) is slower
 
@@ -994,8 +997,8 @@ def test_a_second_run_lengthens_the_list(copy, a_record):
     assert result("tesla-t4")["robustness"] == {"cases": 5}
     assert result("tesla-t4")["timed"] == {"gpu": "a", "date": None, "training_ms_small": 1.0}
     stated = record.README.read_text()
-    assert "**1.50** (runs 1.23–1.50)" in stated
-    assert "Bold: the run that is shown. In brackets: the range of both" in stated
+    assert "**1.50** (1.23)" in stated
+    assert "Bold: the run that is shown. In brackets: the other (" in stated
 
 
 def test_a_notebook_without_cell_ids_is_adopted(copy):
@@ -1183,8 +1186,8 @@ def test_a_run_on_a_busy_host_is_listed_and_not_shown(copy, a_record, tmp_path):
     record.adopt(*folders)
     assert result("tesla-t4")["median_of"] == 1
     stated = record.README.read_text()
-    assert "**1.30** (runs 1.10–1.30)" in stated
-    told = "Bold: the run that is shown, alone on its host. In brackets: the range of all 3"
+    assert "**1.30** (1.10–1.20)" in stated
+    told = "Bold: the run that is shown, alone on its host. In brackets: the other 2 ("
     assert told in stated
 
 

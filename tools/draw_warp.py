@@ -4,58 +4,22 @@ python tools/draw_warp.py            writes results/warp.png, and attaches it to
 python tools/draw_warp.py FILE.png   writes FILE.png alone
 """
 
-import base64
-import io
 import sys
-from pathlib import Path
 
-import nbformat
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-from PIL import Image
+from drawing import BLUE, GREY, INK, ORANGE, Sheet, main
 
-ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOK = ROOT / "nf4_triton.ipynb"
-PICTURE = ROOT / "results" / "warp.png"
 CODE = (  # with en dashes: a minus sign is wider than a lane's cell allows
     "–1.0 –0.6962 –0.5251 –0.3949 –0.2844 –0.1848 –0.0911 0.0 "
     "0.0796 0.1609 0.2461 0.3379 0.4407 0.5626 0.7230 1.0"
 ).split()
 BYTES = bytes([0xA7, 0x3C, 0x5F, 0x08])  # as they lie in memory
-BLUE = "#0072B2"  # thread 5
-ORANGE = "#D55E00"  # the way of its weight 0
-GREY = "#666666"  # labels, and what others hold
-INK = "#222222"
-PALE = {BLUE: "#E3EFF7", ORANGE: "#FBE3D2", GREY: "#F4F4F4"}
+# Blue: thread 5. Orange: the way of its weight 0. Grey: labels, and what others hold.
 
 
 def draw():
-    """The picture, as PNG, 1000 pixels wide; lengths are inches."""
     low = -1.22  # of the strip below, which was added last
-    figure = Figure(figsize=(8.6, 4.6 - low), dpi=1000 / 8.6)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 8.6), ylim=(low, 4.6))
-    axes.axis("off")
-
-    def text(x, y, string, size=9.5, color=INK, ha="left", mono=False, **more):
-        family = "DejaVu Sans Mono" if mono else "DejaVu Sans"
-        artist = axes.text(
-            x, y, string, size=size, color=color, ha=ha, family=family, zorder=4, **more
-        )
-        return artist.get_window_extent().x1 / figure.dpi  # where it ends
-
-    def box(x, y, width, height, color, fill=None):
-        edge, z = {GREY: ("#BBBBBB", 1), BLUE: (BLUE, 2), ORANGE: (ORANGE, 3)}[color]
-        axes.add_patch(
-            Rectangle((x, y), width, height, ec=edge, fc=fill or PALE[color], lw=0.9, zorder=z)
-        )
-
-    def arrow(*points, color=ORANGE, width=1.6):
-        axes.plot(*zip(*points[:-1]), color=color, lw=width, solid_joinstyle="miter", zorder=4)
-        style = {"arrowstyle": "-|>,head_width=0.2,head_length=0.42", "color": color, "lw": width}
-        axes.annotate(
-            "", points[-1], points[-2], arrowprops=style | {"shrinkA": 0, "shrinkB": 0}, zorder=4
-        )
-
+    sheet = Sheet(8.6, low, 4.6)
+    text, box, arrow, axes = sheet.text, sheet.box, sheet.arrow, sheet.axes
     left, right, column = 0.1, 8.5, 1.05  # a column for each of the eight weights, two lanes wide
     nibbles = [nibble for byte in BYTES for nibble in (byte >> 4, byte & 0xF)]
     word, chosen = int.from_bytes(BYTES, "little"), nibbles[0]
@@ -148,37 +112,8 @@ def draw():
     arrow((left + 2.4, middle), (2.85, middle), color=BLUE, width=1.2)
     arrow((3.65, middle), (4.0, middle), color=BLUE, width=1.2)
 
-    drawn, png = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, facecolor="white")
-    Image.open(drawn).convert("RGB").quantize(64).save(
-        png, "png", optimize=True
-    )  # a third of the bytes
-    return png.getvalue()
-
-
-def attach(png, notebook=NOTEBOOK):
-    """The picture becomes an attachment of the one cell that shows it; nothing else changes."""
-    content = nbformat.read(notebook, as_version=nbformat.NO_CONVERT)
-    showing = []
-    for cell in content.cells:
-        if cell.cell_type == "markdown" and "attachment:warp.png" in cell.source:
-            showing.append(cell)
-    if len(showing) != 1:
-        found = f"{len(showing)} of {notebook.name}'s cells show attachment:warp.png"
-        raise SystemExit(f"expected one, but {found}; nothing was attached")
-    attachments = showing[0].setdefault("attachments", {})
-    attachments["warp.png"] = {"image/png": base64.b64encode(png).decode()}
-    nbformat.write(content, notebook)
-
-
-def main(arguments):
-    png = draw()
-    if arguments:
-        Path(arguments[0]).write_bytes(png)
-    else:
-        PICTURE.write_bytes(png)
-        attach(png)
+    return sheet.png()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main("warp.png", draw(), sys.argv[1:])

@@ -172,7 +172,7 @@ def is_listed(found, runs):
 
 
 def record_table(record, runs):
-    """Two markdown tables: the run that is shown, beside each ratio the range of all runs.
+    """A markdown table: the run that is shown, beside each ratio what the other runs gave.
 
     Of a single run, the range of its rounds.
     """
@@ -185,22 +185,20 @@ def record_table(record, runs):
     for entry in record["harness"]:
         ratio = entry["ratio"]
         rounds[entry["baseline"], entry["dtypes"]] = ratio["low"], ratio["high"]
+    others = [run for run in runs if not is_listed(summary(record), [run])]
     rows = []
     for baseline, label in BASELINES.items():
         if baseline not in shown:
             continue
         cells = [label.format(**record["versions"])]
         for dtype in DTYPES:
-            if len(runs) == 1:
-                of, found = "rounds", rounds[baseline, dtype]
-            else:
-                with_it = [run["ratios"] for run in runs if baseline in run["ratios"]]
-                of, found = "runs", [ratios[baseline][dtype] for ratios in with_it]
-            cells.append(f"**{shown[baseline][dtype]:.2f}**{spread(of, found)}")
+            with_it = [run["ratios"] for run in others if baseline in run["ratios"]]
+            beside = spread([ratios[baseline][dtype] for ratios in with_it])
+            if not others:
+                beside = spread(rounds[baseline, dtype], "rounds ")
+            cells.append(f"**{shown[baseline][dtype]:.2f}**{beside}")
         rows.append(cells)
-    once = f"{ratio_once(record):.2f}"
-    if len(runs) > 1:
-        once += spread("runs", list(map(ratio_once, runs)))
+    once = f"{ratio_once(record):.2f}{spread(list(map(ratio_once, others)))}"
     rows.append(["today's Unsloth, `test_dequantize` run once", "", "", once])
     tables = [markdown_table(titles, rows)]
     exact, gpu = record["exact"], record["gpu"]
@@ -209,17 +207,18 @@ def record_table(record, runs):
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
-        told += f" Bold: {rule(record['median_of'], alone)}"
-        if record["median_of"] == len(runs):
-            ratios = sorted(map(over_todays_unsloth, runs))
-            told += " (" + ", ".join(f"{ratio:.2f}" for ratio in ratios) + ")"
-        all_of_them = "both" if len(runs) == 2 else f"all {len(runs)}"
-        told += f". In brackets: the range of {all_of_them} (`results/{slug(gpu)}-runs.json`)."
+        told += f" Bold: {rule(record['median_of'], alone)}."
+        beside = "the other" if len(others) == 1 else f"the other {len(others)}"
+        told += f" In brackets: {beside} (`results/{slug(gpu)}-runs.json`)."
     return "\n\n".join([*tables, told])
 
 
-def spread(of, ratios):
-    return f" ({of} {min(ratios):.2f}–{max(ratios):.2f})"
+def spread(ratios, of=""):
+    """One figure in brackets, or the range of several."""
+    if not ratios:
+        return ""
+    least, greatest = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return f" ({of}{least})" if least == greatest else f" ({of}{least}–{greatest})"
 
 
 def ratio_once(run):
@@ -233,7 +232,7 @@ def rule(n_runs, alone):
         return "the run that is shown" + (", alone on its host" if alone else "")
     those = " that had their host alone" if alone else ""
     if n_runs == 2:
-        return f"the lower of two runs{those}, by fp16 over today's Unsloth"
+        return f"of two runs{those} the one with the lower fp16 speedup over today's Unsloth"
     ranked = "ranked by their speedup over today's Unsloth in fp16"
     return f"the middle one of {n_runs} runs{those}, {ranked}"
 
