@@ -232,7 +232,7 @@ def rule(n_runs, alone):
         return "the run that is shown" + (", alone on its host" if alone else "")
     those = " that had their host alone" if alone else ""
     if n_runs == 2:
-        return f"of two runs{those} the one with the lower fp16 speedup over today's Unsloth"
+        return f"of two runs{those} the less favourable to us, by fp16 over today's Unsloth"
     ranked = "ranked by their speedup over today's Unsloth in fp16"
     return f"the middle one of {n_runs} runs{those}, {ranked}"
 
