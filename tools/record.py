@@ -198,19 +198,17 @@ def record_table(record, runs):
                 beside = spread(rounds[baseline, dtype], "rounds ")
             cells.append(f"**{shown[baseline][dtype]:.2f}**{beside}")
         rows.append(cells)
-    once = f"{ratio_once(record):.2f}{spread(list(map(ratio_once, others)))}"
-    rows.append(["today's Unsloth, `test_dequantize` run once", "", "", once])
-    tables = [markdown_table(titles, rows)]
+    table = markdown_table(titles, rows)
     exact, gpu = record["exact"], record["gpu"]
     told = f"Host: {record['cpu']}, {record['cores']} cores. "
     told += f"{exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
-        told += f" Bold: {rule(record['median_of'], alone)}."
-        beside = "the other" if len(others) == 1 else f"the other {len(others)}"
-        told += f" In brackets: {beside} (`results/{slug(gpu)}-runs.json`)."
-    return "\n\n".join([*tables, told])
+        told += f" Bold: {rule(record['median_of'], alone)}; in brackets: "
+        told += "the other" if len(others) == 1 else f"the other {len(others)}"
+        told += f" (`results/{slug(gpu)}-runs.json`)."
+    return f"{table}\n\n{told}"
 
 
 def spread(ratios, of=""):
@@ -221,18 +219,13 @@ def spread(ratios, of=""):
     return f" ({of}{least})" if least == greatest else f" ({of}{least}–{greatest})"
 
 
-def ratio_once(run):
-    """Today's Unsloth over ours, by one test_dequantize of each."""
-    return run["official_s"]["unsloth_today"] / run["official_s"]["ours"]
-
-
 def rule(n_runs, alone):
     """Which run is shown, of n_runs; `alone`: other runs had not their host to themselves."""
     if n_runs == 1:
         return "the run that is shown" + (", alone on its host" if alone else "")
     those = " that had their host alone" if alone else ""
     if n_runs == 2:
-        return f"of two runs{those} the less favourable to us, by fp16 over today's Unsloth"
+        return f"of two runs{those} the one with the lower fp16 speedup over today's Unsloth"
     ranked = "ranked by their speedup over today's Unsloth in fp16"
     return f"the middle one of {n_runs} runs{those}, {ranked}"
 
