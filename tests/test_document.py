@@ -808,8 +808,8 @@ def test_the_tables_of_a_record(a_record):
     ]
     shown = record.record_table(a_record(1.6) | {"median_of": 3}, runs).splitlines()[-1]
     assert shown == (
-        f"{TOLD} Bold: the middle one of 3 runs, ranked by their speedup over today's Unsloth"
-        " in fp16; in brackets: the other 2 (`results/tesla-t4-runs.json`)."
+        f"{TOLD} 3 runs: bold is the one with the middle fp16 speedup over today's Unsloth,"
+        " in brackets the other 2 (`results/tesla-t4-runs.json`)."
     )
 
 
@@ -891,7 +891,10 @@ def test_the_estimate_were_our_kernel_slower(nf4, estimated):
     ratios = []
     for row in estimated["t4_estimate"]["rows"]:
         ratios.append(row["unsloth_today_s"] / (row["ours_s"] + moving / 0.95 - moving))
-    stated = f"95 % of a copy's speed, our lead would be {min(ratios):.2f} to {max(ratios):.2f}."
+    stated = f"95 % of a copy's speed, our lead would be {min(ratios):.2f} to {max(ratios):.2f};"
+    row = estimated["t4_estimate"]["rows"][0]  # of the lowest factor
+    gone = moving / (row["unsloth_today_s"] - row["ours_s"] + moving)
+    stated += f" at {100 * gone:.0f} % it could be gone."
     assert stated in " ".join(MARKDOWN["t4-text"].split())
     claim = f"{min(ratios):.2f} to {estimated['t4_estimate']['high']:.2f} over today's Unsloth"
     assert claim in MARKDOWN["claim-text"]
@@ -971,15 +974,14 @@ def test_of_several_runs_the_median_one_is_shown(copy, a_record, tmp_path, capsy
     stated = record.README.read_text()
     others = [ratio for ratio in ratios if ratio != shown]
     assert f"**{shown:.2f}** ({min(others):.2f}–{max(others):.2f})" in stated
-    ranked = "ranked by their speedup over today's Unsloth in fp16"
-    rule = f"the middle one of {len(ratios)} runs, {ranked}"
-    assert f"Bold: {rule}" in stated
+    rule = "the one with the middle fp16 speedup over today's Unsloth"
+    assert f"{len(ratios)} runs: bold is {rule}, in brackets the other" in stated
     printed = capsys.readouterr().out
     assert f"shown is {tmp_path / str(shown)}, {shown:.3f}: {rule}" in printed
 
 
 def test_of_two_runs_the_slower_is_shown(a_record):
-    of_two = "of two runs the one with the lower fp16 speedup over today's Unsloth"
+    of_two = "the one with the lower fp16 speedup over today's Unsloth"
     assert record.rule(2, alone=False) == of_two
     slower, faster = (types.SimpleNamespace(record=a_record(ratio)) for ratio in (1.4, 1.5))
     assert record.median_run([faster, slower]) is slower
@@ -999,7 +1001,7 @@ def test_a_second_run_lengthens_the_list(copy, a_record):
     assert result("tesla-t4")["timed"] == {"gpu": "a", "date": None, "training_ms_small": 1.0}
     stated = record.README.read_text()
     assert "**1.50** (1.23)" in stated
-    assert "Bold: the run that is shown; in brackets: the other (" in stated
+    assert "2 runs: bold is the last, in brackets the other (" in stated
 
 
 def test_a_notebook_without_cell_ids_is_adopted(copy):
@@ -1188,7 +1190,7 @@ def test_a_run_on_a_busy_host_is_listed_and_not_shown(copy, a_record, tmp_path):
     assert result("tesla-t4")["median_of"] == 1
     stated = record.README.read_text()
     assert "**1.30** (1.10–1.20)" in stated
-    told = "Bold: the run that is shown, alone on its host; in brackets: the other 2 ("
+    told = "3 runs: bold is the one alone on its host, in brackets the other 2 ("
     assert told in stated
 
 
@@ -1198,7 +1200,7 @@ def test_where_every_host_was_busy_none_is_called_alone(copy, a_record, tmp_path
         (folder / "note.txt").write_text("tests ran beside it")
     record.adopt(*folders)
     assert result("tesla-t4")["median_of"] == 3
-    assert "Bold: the middle one of 3 runs, ranked by their speedup" in record.README.read_text()
+    assert "3 runs: bold is the one with the middle fp16 speedup" in record.README.read_text()
 
 
 def test_runs_of_two_gpus_are_not_mixed(copy, a_record, tmp_path):

@@ -205,9 +205,9 @@ def record_table(record, runs):
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
-        told += f" Bold: {rule(record['median_of'], alone)}; in brackets: "
-        told += "the other" if len(others) == 1 else f"the other {len(others)}"
-        told += f" (`results/{slug(gpu)}-runs.json`)."
+        beside = "the other" if len(others) == 1 else f"the other {len(others)}"
+        told += f" {len(runs)} runs: bold is {rule(record['median_of'], alone)}, in brackets"
+        told += f" {beside} (`results/{slug(gpu)}-runs.json`)."
     return f"{table}\n\n{told}"
 
 
@@ -222,12 +222,10 @@ def spread(ratios, of=""):
 def rule(n_runs, alone):
     """Which run is shown, of n_runs; `alone`: other runs had not their host to themselves."""
     if n_runs == 1:
-        return "the run that is shown" + (", alone on its host" if alone else "")
-    those = " that had their host alone" if alone else ""
-    if n_runs == 2:
-        return f"of two runs{those} the one with the lower fp16 speedup over today's Unsloth"
-    ranked = "ranked by their speedup over today's Unsloth in fp16"
-    return f"the middle one of {n_runs} runs{those}, {ranked}"
+        return "the one alone on its host" if alone else "the last"
+    which = "lower" if n_runs == 2 else "middle"
+    those = f" of the {n_runs} alone on their host" if alone else ""
+    return f"the one{those} with the {which} fp16 speedup over today's Unsloth"
 
 
 def ladder_table(roads, variants=False):
