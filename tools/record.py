@@ -208,6 +208,8 @@ def record_table(record, runs):
         beside = "the other" if len(others) == 1 else f"the other {len(others)}"
         told += f" {len(runs)} runs: bold is {rule(record['median_of'], alone)}, in brackets"
         told += f" {beside} (`results/{slug(gpu)}-runs.json`)."
+    official = f"{ratio_once(record):.2f}{spread(list(map(ratio_once, others)))}"
+    told += f" `test_dequantize` run once: {official} over today's Unsloth."
     return f"{table}\n\n{told}"
 
 
@@ -217,6 +219,11 @@ def spread(ratios, of=""):
         return ""
     least, greatest = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
     return f" ({of}{least})" if least == greatest else f" ({of}{least}–{greatest})"
+
+
+def ratio_once(run):
+    """Today's Unsloth over ours, by one test_dequantize of each."""
+    return run["official_s"]["unsloth_today"] / run["official_s"]["ours"]
 
 
 def rule(n_runs, alone):
