@@ -333,7 +333,7 @@ def test_a_compiled_first_call_where_the_assembly_is_refused(device):
     weight, state = refused.quantized((64, 128), torch.float16, device)
     out = compiled(refused, device, refused.dequantize_nf4)(weight, state)
     assert refused.bits_differing(out, dequantize_4bit(weight, state)) == 0
-    assert any("nonsense" in reason for reason in refused.NO_ASSEMBLY.values())
+    assert any("nonsense" in reason for reason in refused.ASSEMBLY_FAULT.values())
 
 
 def test_opcheck(nf4, device):
@@ -591,10 +591,10 @@ def test_jit_trace_records_the_operator(nf4, pair):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_the_assembly_is_tried_whatever_the_defaults(nf4, device, pair, monkeypatch, dtype):
-    monkeypatch.setattr(nf4, "NO_ASSEMBLY", {})
+    monkeypatch.setattr(nf4, "ASSEMBLY_FAULT", {})
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            assert nf4.assembly_works(pair[0].device), nf4.NO_ASSEMBLY
+            assert nf4.assembly_works(pair[0].device), nf4.ASSEMBLY_FAULT
     finally:
         torch.set_default_dtype(torch.float32)

@@ -13,6 +13,7 @@ import pty
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -36,11 +37,11 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 1980  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 2139  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
-KERNEL, KERNEL_CELLS = 110, ("kernel", "lookup", "words")
-HOST = 465
-HOST_CELLS = ("nf4", "check", "launch", "host-function", "operator", "kept", "keep")
+KERNEL, KERNEL_CELLS = 111, ("kernel", "lookup", "words")
+HOST = 501
+HOST_CELLS = ("nf4", "check", "launch", "host-function", "keep", "kept", "conditions", "operator")
 STRETCH = 80  # unfolded lines before an output,
 KERNEL_STRETCH = 80  # and where they begin with the kernel
 
@@ -486,7 +487,7 @@ def test_what_was_only_expected_of_a_t4_goes_when_one_is_measured():
     results = dict(RESULTS)
     results["tesla-t4"] = results["nvidia-h200"] | {"gpu": "Tesla T4"}
     results["tesla-t4-runs"] = results["nvidia-h200-runs"]
-    for where in ("claim-text", "t4-text", "README.md"):
+    for where in ("claim-text", "t4-text", "score-text", "README.md"):
         text = record.restated(STATED[where], results)
         assert "unmeasured" in STATED[where] and "unmeasured" not in text
         assert "no time has been measured" not in text and "estimate" not in text.lower(), where
@@ -498,9 +499,9 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "0.2461": "the code's entry 10",
     "0.3": "239e9 weights / 32 threads a cycle / 40 multiprocessors / 585 MHz, seconds",
     "0.9": "239e9 weights x 11.5 / 32 over a T4's 40 x 4 schedulers at 585 MHz, seconds",
-    "1.24": "the greatest of the T4's estimates (tested)",
+    "1.22": "the greatest of the T4's estimates (tested)",
     "1.09": "the least of the T4's estimates if ours moves its 601 GB at 0.95 x 240 GB/s (tested)",
-    "1.19": "the greatest, likewise (tested)",
+    "1.17": "the greatest, likewise (tested)",
     "2.5": "601 GB by 240 GB/s, seconds",
     "1.05": "the challenge's first bar",
     "1.10": "its second",
@@ -597,7 +598,11 @@ def test_record_has_its_times(found):
     formats = " ".join(row["format"] for row in found["formats"])
     assert [kind for kind in KINDS if kind not in formats] == []
     assert set(found["bandwidth"]) == {"copy_gbs", "nominal_gbs", "ours_gbs", "ceiling_gbs"}
-    assert set(found["official_s"]) == {"ours", "unsloth_today"}
+    official = found["official_s"]
+    assert set(official) == {"ours", "unsloth_today", "ratio"}
+    medians = [statistics.median(official[who]) for who in ("unsloth_today", "ours")]
+    assert len(official["ours"]) == len(official["unsloth_today"]) == 3
+    assert official["ratio"] == pytest.approx(medians[0] / medians[1])
     calls = {row["who"]: row for row in found["calls"]}
     assert set(calls) == {"ours", *CONTENDERS}
     assert calls["ours"]["kernels"] == 1 and calls["unsloth_puzzle"]["kernels"] >= 3
@@ -671,6 +676,7 @@ def test_the_tally_of_a_run_that_is_cut(tmp_path):
 # A run is taken in.
 
 
+OFFICIALLY = " `test_dequantize` as it is, by the medians of three: {} over today's Unsloth."
 TOLD = "Host: A Processor, 2 cores. 1,234,567 comparisons bit for bit, 0 differ."
 DOCUMENT = """<!-- record:start -->
 <!-- record:end -->
@@ -716,7 +722,7 @@ def a_record(nf4):
         found |= {"bandwidth": {"copy_gbs": 4012.6}, "compile": []}
         found |= {"exact": {"checked": 1_234_567, "differing": 0}}
         found |= {"score": {"rows": [], "total": 14, "possible": 14}}
-        found |= {"official_s": {"ours": 0.5, "unsloth_today": 0.45 * ratio}}
+        found |= {"official_s": {"ratio": 0.9 * ratio}}
         return found | {"harness": nf4.entries(rows)}
 
     return make
@@ -781,7 +787,8 @@ def test_a_t4s_run_is_adopted(copy):
         assert "unmeasured" not in stated and "no time has been measured" not in stated
         assert record.restated(stated, record.load_all()) == stated
     pictures = {path.name for path in record.RESULTS.glob("*.png")}
-    assert pictures == {"tesla-t4-calls.png", "tesla-t4-formats.png", "nvidia-h200-calls.png"}
+    taken_in = {f"tesla-t4-{kind}.png" for kind in ("calls", "formats", "race")}
+    assert pictures == taken_in | {"nvidia-h200-calls.png"}
     for cell in record.code_cells(notebook):
         outputs = [output.text for output in cell.outputs]
         assert outputs == ([] if record.DEFINITION.match(cell.source) else ["a T4's"])
@@ -804,13 +811,13 @@ def test_the_tables_of_a_record(a_record):
         "| PEFT (3.4) |" + 3 * " **3.00** (3.00) |",
         "| our kernel through `kernel[grid]` |" + 3 * " **1.25** (1.25) |",
         "",
-        f"{TOLD} `test_dequantize` run once: 1.44 (1.26–1.57) over today's Unsloth.",
+        TOLD + OFFICIALLY.format("1.44 (1.26–1.57)"),
     ]
     shown = record.record_table(a_record(1.6) | {"median_of": 3}, runs).splitlines()[-1]
     assert shown == (
         f"{TOLD} 3 runs: bold is the one with the middle fp16 speedup over today's Unsloth,"
         " in brackets the other 2 (`results/tesla-t4-runs.json`)."
-        " `test_dequantize` run once: 1.44 (1.26–1.57) over today's Unsloth."
+        + OFFICIALLY.format("1.44 (1.26–1.57)")
     )
 
 
@@ -862,7 +869,10 @@ def test_the_estimate_for_a_t4(nf4):
 
 
 def test_what_a_call_takes_beyond_its_kernel(nf4):
-    """Three shapes for each; the mix would repeat them, and PEFT's kernels are not known."""
+    """Three shapes for each; the mix would repeat them, and PEFT's kernels are not known.
+
+    The picture shows both parts of a call, a panel for each shape.
+    """
     harness, formats = [], []
     for dtype, baseline in itertools.product(("float16", "original"), ("peft", "kernel_grid")):
         entry = {"dtypes": dtype, "baseline": baseline, "ours_us": [45.0, 50.0, 55.0]}
@@ -872,11 +882,14 @@ def test_what_a_call_takes_beyond_its_kernel(nf4):
         formats.append(row | {"unsloth_today_us": 42.0})
     rows = nf4.beyond_the_kernel({"harness": harness, "formats": formats})
     assert all(row["dtype"] == "float16" for row in rows) and len(rows) == 6
-    issue = {"ours_us": 4.0, "kernel_grid_us": 20.0}
-    table = nf4.beyond_table(rows, issue)
-    assert table.loc["ours"].tolist() == [5.0, 10.0, 15.0, 4.0]
-    assert table.loc[nf4.LABELS["kernel_grid"]].tolist() == [21.0, 22.0, 23.0, 20.0]
-    assert list(table.columns[:3]) == ["{} x {}".format(*shape) for shape in nf4.HARNESS_SHAPES]
+    beyond = {"ours": [5.0, 10.0, 15.0], "kernel_grid": [21.0, 22.0, 23.0]}
+    for who, us in beyond.items():
+        assert [row["beyond_us"] for row in rows if row["who"] == who] == us
+    panels = nf4.draw_race(rows).axes
+    assert [axes.get_title() for axes in panels] == [row["shape"] for row in rows[:3]]
+    for i, axes in enumerate(panels):
+        assert [bar.get_width() for bar in axes.patches] == [40.0, 40.0, 5.0 + 5 * i, 21.0 + i]
+        assert [text.get_text() for text in axes.texts] == [f"40 + {5 + 5 * i}", f"40 + {21 + i}"]
 
 
 @pytest.fixture

@@ -251,10 +251,8 @@ OPERATOR = {  # what a direct call of the operator passes wrongly -> what it say
     "blocksize 128": ({"blocksize": lambda _: 128}, "absmax must be 32"),
     "state2.blocksize 0": ({"blocksize2": lambda _: 0}, r"state2\.blocksize must be"),
     "absmax on another device": ({"absmax": lambda t: t.to("meta")}, "meta"),
-    "absmax as floats": (
-        {"absmax": lambda t: t.double()},
-        "absmax must be 64 contiguous torch.float32",
-    ),
+    "absmax in fp64": ({"absmax": torch.Tensor.double}, "absmax must be 64 contiguous torch.uint8"),
+    "absmax in fp32": ({"absmax": torch.Tensor.float}, "absmax must be 64 contiguous torch.uint8"),
     "code too short": ({"code": lambda t: t[:8]}, "code must be 16"),
     "offset of two": ({"offset": lambda t: t.repeat(2)}, "offset must be 1"),
     "offset requires grad": (
@@ -441,7 +439,7 @@ def refusing(nf4, monkeypatch):
             return start
 
     monkeypatch.setattr(nf4, "_dequantize_nf4_kernel", Refusing())
-    monkeypatch.setattr(nf4, "NO_ASSEMBLY", {})
+    monkeypatch.setattr(nf4, "ASSEMBLY_FAULT", {})
     monkeypatch.setattr(nf4, "INTERPRETED", nf4.tl.constexpr(False))  # so that refusals are said
     if not GPU:  # the interpreter has no libdevice
         monkeypatch.setattr(nf4, "libdevice", types.SimpleNamespace(mul_rn=operator.mul))
@@ -476,12 +474,12 @@ def test_the_assembly_is_said_to_work_only_after_it_was_tried(nf4, monkeypatch):
 
     def refusal(device):
         if threading.current_thread() is not second:
-            assert device not in nf4.NO_ASSEMBLY
+            assert device not in nf4.ASSEMBLY_FAULT
             second.start()
             second.join(1)
         return "refused"
 
-    monkeypatch.setattr(nf4, "NO_ASSEMBLY", {})
+    monkeypatch.setattr(nf4, "ASSEMBLY_FAULT", {})
     monkeypatch.setattr(nf4, "refusal_of_the_assembly", refusal)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on a GPU the refusal is told
@@ -505,7 +503,7 @@ def test_assembly_that_looks_up_what_it_should_not_is_not_used(device):
     with pytest.warns(UserWarning) if GPU else contextlib.nullcontext():
         out = moved.dequantize_nf4(weight, state)
     assert moved.bits_differing(out, dequantize_4bit(weight, state)) == 0
-    assert "does not look up" in moved.NO_ASSEMBLY[weight.device]
+    assert "does not look up" in moved.ASSEMBLY_FAULT[weight.device]
 
 
 KINDS = {

@@ -760,10 +760,10 @@ def starts(nf4, monkeypatch):
 
 
 def test_a_launch_is_tried_once_on_each_device(kept, device, monkeypatch):
-    monkeypatch.setattr(kept, "NOT_KEPT", {})
+    monkeypatch.setattr(kept, "KEEPING_FAULT", {})
     count = starts(kept, monkeypatch)
     layers = [called(kept, device, seed=seed) for seed in range(3)]
-    assert count == [1] and list(kept.NOT_KEPT.values()) == [None]
+    assert count == [1] and list(kept.KEEPING_FAULT.values()) == [None]
     for weight, state in layers:
         check_right(kept, weight, state)
     assert count == [4]
@@ -783,7 +783,7 @@ def check_nothing_is_kept(nf4, device, reason):
 
 
 def test_nothing_is_kept_where_the_trial_gives_other_bits(kept, device, monkeypatch):
-    monkeypatch.setattr(kept, "NOT_KEPT", {})
+    monkeypatch.setattr(kept, "KEEPING_FAULT", {})
     launch_kernel = kept.launch_kernel
     other_weight, _ = fresh(kept, device, seed=9)
     tried = []
@@ -795,22 +795,22 @@ def test_nothing_is_kept_where_the_trial_gives_other_bits(kept, device, monkeypa
 
     monkeypatch.setattr(kept, "launch_kernel", launch_another)
     check_nothing_is_kept(kept, device, "other bits")
-    assert len(tried) == 1 and list(kept.NOT_KEPT.values()) == ["other bits"]
+    assert len(tried) == 1 and list(kept.KEEPING_FAULT.values()) == ["other bits"]
 
 
 @pytest.mark.parametrize(
     "missing", ["launch_kernel", "empty_cuda", "current_stream", "TensorGuards"]
 )
 def test_falls_back_where_internals_are_not_as_expected(kept, device, monkeypatch, missing):
-    monkeypatch.setattr(kept, "NOT_KEPT", {})
+    monkeypatch.setattr(kept, "KEEPING_FAULT", {})
     monkeypatch.setattr(kept, missing, None)
     check_nothing_is_kept(kept, device, ".*'NoneType' object is not callable")
-    assert len(kept.NOT_KEPT) == 1
+    assert len(kept.KEEPING_FAULT) == 1
 
 
 def test_falls_back_where_the_compiled_kernel_is_not_as_expected(kept, device, monkeypatch):
     """A renamed attribute of Triton's costs the kept launch, not the call."""
-    monkeypatch.setattr(kept, "NOT_KEPT", {})
+    monkeypatch.setattr(kept, "KEEPING_FAULT", {})
 
     def renamed(*_):
         raise AttributeError("no function")
@@ -826,15 +826,15 @@ def test_a_trial_that_runs_out_of_memory_decides_nothing(kept, device, monkeypat
     def starved(*_):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(kept, "NOT_KEPT", {})
+    monkeypatch.setattr(kept, "KEEPING_FAULT", {})
     monkeypatch.setattr(kept, "starter", starved)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_right(kept, weight, state)
-    assert state._nf4_launch is None and kept.NOT_KEPT == {}
+    assert state._nf4_launch is None and kept.KEEPING_FAULT == {}
     monkeypatch.setattr(kept, "starter", starter)
     called(kept, device)
-    assert list(kept.NOT_KEPT.values()) == [None]
+    assert list(kept.KEEPING_FAULT.values()) == [None]
 
 
 class Refuses:
@@ -850,7 +850,7 @@ class Refuses:
 @pytest.mark.parametrize("how", ["frozen", "refuses"])
 def test_a_state_that_takes_no_attributes_keeps_nothing(kept, device, monkeypatch, how):
     """And leaves the launches of other states alone."""
-    monkeypatch.setattr(kept, "NOT_KEPT", {})
+    monkeypatch.setattr(kept, "KEEPING_FAULT", {})
     weight, state = fresh(kept, device)
     names = ("absmax", "code", "offset", "state2", "shape", "dtype", "blocksize", "quant_type")
     fields = {name: getattr(state, name) for name in names}
@@ -861,7 +861,7 @@ def test_a_state_that_takes_no_attributes_keeps_nothing(kept, device, monkeypatc
     for _ in range(2):
         out = kept.dequantize_nf4(weight, frozen)
         assert kept.bits_differing(out, dequantize_4bit(weight.data, state)) == 0
-    assert not hasattr(frozen, "_nf4_launch") and list(kept.NOT_KEPT.values()) == [None]
+    assert not hasattr(frozen, "_nf4_launch") and list(kept.KEEPING_FAULT.values()) == [None]
     called(kept, device)
 
 
@@ -963,35 +963,99 @@ def shown(kept, device):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (4, 4)])
-def test_the_started_launch_is_right_whatever_was_tuned(shown, monkeypatch, capsys, device, sizes):
+def test_the_started_launch_is_right_whatever_was_tuned(shown, kept, monkeypatch, capsys, sizes):
     """It has as many programs as its kernel needs."""
     index = 0 if GPU else None
     monkeypatch.setitem(shown["SETTINGS"], (index, 2), shown["Setting"](*sizes))
     timed = []
     shown["call_us"] = lambda fx, layer, wait: timed.append((fx.__name__, fx(layer), wait)) or 1.0
+    count = starts(kept, monkeypatch)
     helpers.run_cell("start-run", shown)
-    assert "0 of 262,144 weights differ" in capsys.readouterr().out
-    want = dequantize_4bit(shown["layer"].weight.data, shown["state"])
-    assert [(name, wait) for name, _, wait in timed] == [
-        ("grid_dequantize", False),
-        ("bare_dequantize", False),
-    ]
-    for _, out, _ in timed:
-        assert shown["bits_differing"](out, want) == 0
+    assert "directly: 0 of 262,144 weights differ" in capsys.readouterr().out
+    assert count == [1 + 5], "what is timed as a direct start is one"
+    weight = shown["layer"].weight
+    want = dequantize_4bit(weight.data, weight.quant_state)
+    assert [name for name, _, _ in timed] == ["grid_dequantize", "<lambda>"] * 5
+    for _, out, wait in timed:
+        assert shown["bits_differing"](out, want) == 0 and not wait
+
+
+@pytest.mark.parametrize("fault", ["not compiled", "refused", "other bits"])
+def test_what_is_not_started_or_wrong_is_not_timed(shown, monkeypatch, capsys, fault, kept):
+    """And where a direct start fails, it is still open whether launches are kept."""
+    launch, before = shown["launch"], dict(kept.KEEPING_FAULT)
+
+    def not_compiled(nf4):
+        out, _, programs = launch(nf4)
+        return out, None, programs
+
+    def start_of_zeros(nf4, out, compiled, programs):
+        return lambda: torch.zeros_like(out)
+
+    def refusing(*_):
+        raise TypeError("another launcher")
+
+    shown["call_us"] = lambda *_, **__: pytest.fail("it was timed")
+    if fault == "not compiled":
+        shown["launch"] = not_compiled
+        told = "Only on a GPU"
+    elif fault == "refused":
+        shown["starter"] = refusing
+        told = "cannot be started directly here: TypeError('another launcher')"
+    else:
+        shown["starter"] = start_of_zeros
+        told = "of 262,144 weights differ"
+    helpers.run_cell("start-run", shown)
+    assert told in capsys.readouterr().out and kept.KEEPING_FAULT == before
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_what_a_kept_launch_is_shown_to_do(shown, capsys, is_kept):
-    shown["is_kept"] = is_kept
+def test_what_a_kept_launch_is_shown_to_do(shown, kept, monkeypatch, capsys, is_kept):
+    if not is_kept:
+        index = 0 if GPU else None
+        monkeypatch.setitem(kept.KEEPING_FAULT, torch.device("cuda" if GPU else "cpu", index), "no")
     helpers.run_cell("kept-run", shown)
     assert ("not kept here" in capsys.readouterr().out) is not is_kept
     assert len(shown["tables"]) == is_kept
 
 
+@pytest.mark.parametrize("name", ["dtype", "shape", "blocksize", "quant_type", "state2", "dtype2"])
+def test_a_state_that_changes_during_its_first_launch(kept, device, monkeypatch, name):
+    """In another thread, say, while the kernel is compiled: later calls go by what it says now."""
+    change = {
+        "dtype": NOTICED["dtype = bfloat16"],
+        "shape": NOTICED["shape = 128 x 64"],
+        "blocksize": REFUSED["blocksize = 128"],
+        "quant_type": REFUSED["quant_type = fp4"],
+        "state2": REFUSED["state2.blocksize = 32"],
+        "dtype2": REFUSED["state2.dtype = float16"],
+    }[name]
+    called(kept, device)
+    weight, state = fresh(kept, device)
+    launch = kept.launch
+
+    def changing(*arguments, **options):
+        launched = launch(*arguments, **options)
+        change(weight, state, None, None)
+        return launched
+
+    monkeypatch.setattr(kept, "launch", changing)
+    kept.dequantize_nf4(weight, state)
+    monkeypatch.setattr(kept, "launch", launch)
+    assert state._nf4_launch is not None, "no launch was kept, so nothing is tested"
+    for _ in range(2):
+        if name in ("dtype", "shape"):
+            want = kept.spec(weight, state)
+            assert kept.bits_differing(kept.dequantize_nf4(weight, state), want) == 0
+        else:
+            with pytest.raises(ValueError):
+                kept.dequantize_nf4(weight, state)
+
+
 @pytest.mark.gpu
 def test_a_start_that_writes_nothing_is_refused(nf4, monkeypatch):
     """Though the blocks that it may get held the same weight a moment ago."""
-    monkeypatch.setattr(nf4, "NOT_KEPT", {})
+    monkeypatch.setattr(nf4, "KEEPING_FAULT", {})
     tried = []
     monkeypatch.setattr(nf4, "launch_kernel", lambda *given: tried.append(given[-2][0]))
     weight, state = fresh(nf4, "cuda")
@@ -1043,15 +1107,14 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     # does it still mean what it meant, and does nobody watch?
     "quant_state.code is code": "another code object",
     "quant_state.state2 is state2": "another state2 object",
-    "quant_state.offset is state_offset": "another offset object",
+    "quant_state.offset is offset": "another offset object",
     "state2.absmax is absmax2": "another state2.absmax object",
     "state2.code is code2": "another state2.code object",
-    "state2.blocksize == blocksize2": "state2.blocksize = 32",
-    "state2.dtype is torch.float32": "state2.dtype = float16",
-    "quant_state.shape == shape": "shape = 128 x 64",
-    "quant_state.dtype is dtype": "dtype = bfloat16",
-    "quant_state.blocksize == blocksize": "blocksize = 128",
-    'quant_state.quant_type == "nf4"': "quant_type = fp4",
+    "FORMAT2(state2) == launched2": ("state2.blocksize = 32", "state2.dtype = float16"),
+    "FORMAT(quant_state) == launched": (
+        *("shape = 128 x 64", "dtype = bfloat16", "blocksize = 128", "quant_type = fp4"),
+    ),
+    "state2_is_unchanged": ("another state2.absmax object", "state2.blocksize = 32"),
     "RUNTIME.launch_enter_hook is enter": "another enter hook",
     "RUNTIME.launch_exit_hook is leave": "another exit hook",
     "_dequantize_nf4_kernel is kernel": "kernel redefined",
@@ -1070,11 +1133,8 @@ OTHERS = {  # what else makes it right -> (its replacement, the case that must t
     "CAPTURED.add(": ("id(", "captured"),
     "if weight_is_there:": ("if True:", "another weight"),
     "elif fits(weight):": ("elif True:", "weight shortened"),
-    "if not tables_are_there:": ("if False:", "absmax.data = ..."),
-    "if not (state_means_the_same and state2_means_the_same and is_unwatched):": (
-        "if False:",
-        "shape = 128 x 64",
-    ),
+    "if not tables_are_there(quant_state):": ("if False:", "absmax.data = ..."),
+    "if not is_unchanged(quant_state):": ("if False:", "shape = 128 x 64"),
     "with no_torch_function():": ("with contextlib.nullcontext():", "torch function"),
     "= state2 is None or (": ("= (", "repeated, plain"),
     "return out.t() if transposed else out": ("return out", "transposed in place"),
@@ -1086,7 +1146,7 @@ OTHERS = {  # what else makes it right -> (its replacement, the case that must t
 ENDS_THE_PROCESS = (  # on a GPU
     "weight.data_ptr() != 0",
     "weight.data_ptr() % 16 == remainder",
-    "if not tables_are_there:",
+    "if not tables_are_there(quant_state):",
 )
 
 
@@ -1094,7 +1154,7 @@ def guards():
     """The text of the functions that hold the conditions."""
     cells = "\n".join(source for _, source in helpers.exports())
     text = ""
-    for name in ("call", "fits", "can_be_kept"):
+    for name in ("call", "are_there", "fits", "is_unchanged", "can_be_kept"):
         head = re.search(rf"^( *)def {name}\(.*\n", cells, re.M)
         indent = len(head[1])
         for line in cells[head.end() :].splitlines(True):
@@ -1128,10 +1188,10 @@ def test_the_removals_cover_the_whole_check():
         r"^ *(if .*?|elif .*?|while .*|for .*|.*continue)(?:  #.*)?$", guards(), re.M
     )
     assert decisions == [
-        "if not tables_are_there:",
+        "if not tables_are_there(quant_state):",
         "if weight_is_there:",
         "elif fits(weight):",
-        "if not (state_means_the_same and state2_means_the_same and is_unwatched):",
+        "if not is_unchanged(quant_state):",
     ]
 
 

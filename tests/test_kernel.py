@@ -95,9 +95,9 @@ def test_wrong_assembly_shows_under_the_emulation(device, edit):
     weight, state = wrong.every_combination(torch.float16, device)
     right = wrong.spec(weight, state)
     by = {way: launched(wrong, weight, state, wrong.Setting(assembly=way)) for way in (True, False)}
-    if wrong.NO_ASSEMBLY[weight.device]:  # found by its own check before it is used
-        assert "does not look up" in wrong.NO_ASSEMBLY[weight.device]
-        wrong.NO_ASSEMBLY[weight.device] = None
+    if wrong.ASSEMBLY_FAULT[weight.device]:  # found by its own check before it is used
+        assert "does not look up" in wrong.ASSEMBLY_FAULT[weight.device]
+        wrong.ASSEMBLY_FAULT[weight.device] = None
         by[True] = launched(wrong, weight, state, wrong.Setting())
     assert wrong.bits_differing(by[False], right) == 0 and wrong.bits_differing(by[True], right) > 0
 
@@ -124,12 +124,12 @@ def test_an_assembly_trial_that_runs_out_of_memory_decides_nothing(nf4, device, 
     def starved(device):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(nf4, "NO_ASSEMBLY", {})
+    monkeypatch.setattr(nf4, "ASSEMBLY_FAULT", {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nf4, "current", starved)
         with pytest.raises(torch.OutOfMemoryError, match="none left"):
             nf4.assembly_works(torch.device(device))
-    assert nf4.NO_ASSEMBLY == {}
+    assert nf4.ASSEMBLY_FAULT == {}
     assert nf4.assembly_works(torch.device(device))
 
 
@@ -152,7 +152,7 @@ def test_the_ceiling_moves_all_that_a_dequantization_must(nf4, nested, dtype, in
 def test_the_emulation_refuses_what_it_does_not_know():
     wrong = helpers.load("nf4_unknown_assembly", ('"shfl.sync.idx.b32', '"shfl.sync.up.b32'))
     assert not wrong.assembly_works(torch.device("cpu"))
-    assert "knows no shfl.sync.up.b32" in wrong.NO_ASSEMBLY[torch.device("cpu")]
+    assert "knows no shfl.sync.up.b32" in wrong.ASSEMBLY_FAULT[torch.device("cpu")]
 
 
 @quick
@@ -440,7 +440,7 @@ def test_the_published_errors_tell_a_wrong_kernel(device):
         "nf4_off_by_one", ("code_ptr + thread % 16", "code_ptr + (thread % 16 ^ 1)")
     )
     where = torch.device(device, 0) if GPU else torch.device(device)
-    broken.NO_ASSEMBLY[where] = None  # its own check would find it
+    broken.ASSEMBLY_FAULT[where] = None  # its own check would find it
     values = normal(device, torch.float32, rows=1)
     weight, state = quantize_4bit(values, blocksize=64, quant_type="nf4")
     error, relative = errors(values, broken.dequantize_nf4(weight, state).view(values.shape))

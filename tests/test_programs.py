@@ -115,15 +115,18 @@ def test_gradients_of_a_lora_layer(nf4, device, tally, dtype):
     assert nf4.bits_differing(wrong, theirs) > 0
 
 
-@pytest.mark.parametrize("rows, bias", [(7, False), (7, True), (1, True)])
+SIZES = [((2, 7), False), ((2, 7), True), ((2, 1), True), ((), True)]  # (), one token alone
+
+
+@pytest.mark.parametrize("tokens, bias", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_in_bitsandbytes(nf4, device, tally, dtype, rows, bias):
+def test_in_bitsandbytes(nf4, device, tally, dtype, tokens, bias):
     """A layer multiplies by what bitsandbytes would dequantize, to the bit."""
     layer = bnb.nn.Linear4bit(64, 128, bias, dtype, True, "nf4").to(device)
     layer.weight.quant_state.dtype = dtype
     weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    x = torch.randn(2, rows, 64, device=device).to(dtype)
-    upstream = torch.randn(2, rows, 128, device=device).to(dtype)
+    x = torch.randn(*tokens, 64, device=device).to(dtype)
+    upstream = torch.randn(*tokens, 128, device=device).to(dtype)
     if bias:
         layer.bias.data = layer.bias.data.to(dtype)
 
@@ -677,12 +680,20 @@ def test_without_a_bare_call_there_is_no_floor(nf4):
     assert "floor" not in names["RECORD"]
 
 
+def layer_that_keeps(launch):
+    """Stands for a layer; `launch` is what a call leaves with its state, maybe None."""
+    state = types.SimpleNamespace(_nf4_launch=launch)
+    return types.SimpleNamespace(weight=types.SimpleNamespace(quant_state=state))
+
+
 def test_the_three_launches_need_the_switch(nf4, monkeypatch, capsys):
     """Without it today's path would be measured twice; so it is left out, and that is said."""
-    monkeypatch.setattr(nf4, "NOT_KEPT", {torch.device("cuda", 0): None})
+    monkeypatch.setattr(nf4, "your_dequantize_nf4", lambda layer: None)
+    layer = layer_that_keeps("a launch")
     kernels = types.SimpleNamespace(_USE_NF4_KERNELS=True)
     monkeypatch.setattr(nf4, "unsloth_kernels", kernels)
-    assert list(nf4.contenders_here()) == list(nf4.CONTENDERS) and not capsys.readouterr().out
+    assert list(nf4.contenders_here(layer)) == list(nf4.CONTENDERS)
+    assert not capsys.readouterr().out
     with nf4.three_launches():
         assert kernels._USE_NF4_KERNELS is False
     assert kernels._USE_NF4_KERNELS is True
@@ -691,17 +702,24 @@ def test_the_three_launches_need_the_switch(nf4, monkeypatch, capsys):
     monkeypatch.setattr(nf4, "unsloth_kernels", renamed)
     with pytest.raises(AttributeError, match="_USE_NF4_KERNELS"), nf4.three_launches():
         pass
-    assert set(nf4.CONTENDERS) - set(nf4.contenders_here()) == {"unsloth_puzzle"}
+    assert set(nf4.CONTENDERS) - set(nf4.contenders_here(layer)) == {"unsloth_puzzle"}
     assert "the three launches cannot be measured" in capsys.readouterr().out
     assert "unsloth_puzzle" in nf4.CONTENDERS  # a copy was changed
 
 
-@pytest.mark.parametrize("kept", [{}, {torch.device("cuda", 0): "other bits"}])
-def test_without_kept_launches_there_is_no_bare_call(nf4, monkeypatch, capsys, kept):
-    monkeypatch.setattr(nf4, "NOT_KEPT", kept)
+@pytest.mark.parametrize("real", [True, False])
+def test_without_kept_launches_there_is_no_bare_call(nf4, monkeypatch, capsys, device, real):
+    """A real layer is asked after its first call, even where others' launches are kept."""
+    layer = layer_that_keeps(None)
+    if real:
+        monkeypatch.setattr(nf4, "can_be_kept", lambda *_: False)
+        monkeypatch.setattr(nf4, "KEEPING_FAULT", {torch.device("cuda", 0): None})
+        layer = nf4.bnb_Linear4bit(64, 128).to(device)
+    else:
+        monkeypatch.setattr(nf4, "your_dequantize_nf4", lambda layer: None)
     switch = types.SimpleNamespace(_USE_NF4_KERNELS=True)
     monkeypatch.setattr(nf4, "unsloth_kernels", switch)
-    assert set(nf4.CONTENDERS) - set(nf4.contenders_here()) == {"bare"}
+    assert set(nf4.CONTENDERS) - set(nf4.contenders_here(layer)) == {"bare"}
     assert "no bare call" in capsys.readouterr().out
 
 
@@ -863,6 +881,15 @@ def test_a_candidate_that_fails_or_is_wrong_is_not_taken(nf4, tuned, monkeypatch
     assert nf4.SETTINGS == {(0, 2): nf4.Setting(2, 4)}
 
 
+def test_where_no_candidate_is_right_tuning_says_so(nf4, tuned, monkeypatch):
+    def failing(*_, **__):
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(nf4, "launch", failing)
+    with pytest.raises(RuntimeError, match="no setting is right.*out of resources"):
+        tuned({})
+
+
 @pytest.fixture
 def marked(nf4):
     """A record that is worth every point, and the code of its kernel."""
@@ -982,7 +1009,7 @@ def test_memory_beyond_the_output(nf4, marked, monkeypatch, tmp_path, more):
     measured = marked.record | {"gpu": "NVIDIA Test"}
     names = {"GPU": True, "HERE": "NVIDIA Test", "RECORD": measured}
     names |= {"your_dequantize_nf4": call, "show": lambda *_: None}
-    names |= {"formats_figure": figure, "calls_figure": figure}
+    names |= {"formats_figure": figure, "calls_figure": figure, "race_figure": figure}
     helpers.run_cell("score-run", {**vars(nf4), **names})
     found = json.loads((tmp_path / "results" / "nvidia-test.json").read_text())
     assert found["memory"]["peak_extra_bytes"] == more and garbage == []

@@ -309,7 +309,7 @@ def runs(weight, state):
     torch.use_deterministic_algorithms(True, warn_only=True)  # fresh outputs hold NaN, no old bits
     for label, module, setting in roads(state.dtype):
         if setting.assembly and not module.assembly_works(weight.device):
-            raise RuntimeError(f"{label}: {module.NO_ASSEMBLY}")
+            raise RuntimeError(f"{label}: {module.ASSEMBLY_FAULT}")
         found[label] = partial(module.launch, nf4, setting)
         differing = ours.bits_differing(found[label]()[0], expected)
         if differing:

@@ -43,7 +43,7 @@ RECORD = helpers.ROOT / "results" / "sm_75.json"
 def compile_for(nf4, dtype, setting, n_weights=4096 * 4096, capability=75):
     """The notebook's CompiledKernel for sm_<capability>: n_weights weights in aligned tensors."""
     meta = torch.empty(0, device="meta")
-    nf4.NO_ASSEMBLY[meta.device] = None  # nothing can be tried on a device without memory
+    nf4.ASSEMBLY_FAULT[meta.device] = None  # nothing can be tried on a device without memory
     described = nf4.NF4(*[meta] * 6, (n_weights,), dtype, 64, 256)
     _, constants = nf4.plan(described, setting, aligned=True)
     options = {"num_warps": constants.pop("num_warps")}
