@@ -676,7 +676,7 @@ def test_the_tally_of_a_run_that_is_cut(tmp_path):
 # A run is taken in.
 
 
-OFFICIALLY = " `test_dequantize` as it is, by the medians of three: {} over today's Unsloth."
+OFFICIALLY = " `test_dequantize` alone, by the medians of three: {} over today's Unsloth."
 TOLD = "Host: A Processor, 2 cores. 1,234,567 comparisons bit for bit, 0 differ."
 DOCUMENT = """<!-- record:start -->
 <!-- record:end -->
