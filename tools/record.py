@@ -209,9 +209,7 @@ def record_table(record, runs):
         told += f" {len(runs)} runs: bold is {rule(record['median_of'], alone)}, in brackets"
         told += f" {beside} (`results/{slug(gpu)}-runs.json`)."
     official = f"{official_ratio(record):.2f}{spread(list(map(official_ratio, others)))}"
-    told += (
-        f" `test_dequantize` alone, by the medians of three: {official} over today's Unsloth."
-    )
+    told += f" `test_dequantize` alone, by the medians of three: {official} over today's Unsloth."
     return f"{table}\n\n{told}"
 
 
