@@ -964,20 +964,30 @@ def shown(kept, device):
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (4, 4)])
 def test_the_started_launch_is_right_whatever_was_tuned(shown, kept, monkeypatch, capsys, sizes):
-    """It has as many programs as its kernel needs."""
+    """It has as many programs as its kernel needs. Of five times, in turn, the least is told."""
     index = 0 if GPU else None
     monkeypatch.setitem(shown["SETTINGS"], (index, 2), shown["Setting"](*sizes))
-    timed = []
-    shown["call_us"] = lambda fx, layer, wait: timed.append((fx.__name__, fx(layer), wait)) or 1.0
+    timed, outs = [], {}
+
+    def imitated_us(fx, layer, wait):
+        timed.append(fx.__name__)
+        assert not wait
+        if fx.__name__ not in outs:  # once: Triton's interpreter takes seconds
+            outs[fx.__name__] = fx(layer)
+        return 20.0 - len(timed)
+
+    shown["call_us"] = imitated_us
     count = starts(kept, monkeypatch)
     helpers.run_cell("start-run", shown)
-    assert "directly: 0 of 262,144 weights differ" in capsys.readouterr().out
-    assert count == [1 + 5], "what is timed as a direct start is one"
+    told = capsys.readouterr().out
+    assert "directly: 0 of 262,144 weights differ" in told
+    assert "through kernel[grid]: 11.0 µs" in told and "directly: 10.0 µs" in told
+    assert timed == ["grid_dequantize", "<lambda>"] * 5
+    assert count == [1 + 1], "what is timed as a direct start is one"
     weight = shown["layer"].weight
     want = dequantize_4bit(weight.data, weight.quant_state)
-    assert [name for name, _, _ in timed] == ["grid_dequantize", "<lambda>"] * 5
-    for _, out, wait in timed:
-        assert shown["bits_differing"](out, want) == 0 and not wait
+    for out in outs.values():
+        assert shown["bits_differing"](out, want) == 0
 
 
 @pytest.mark.parametrize("fault", ["not compiled", "refused", "other bits"])
