@@ -21,9 +21,10 @@ def draw():
         text(x + width / 2, HOST + 0.37, first, 9, INK, "center")
         text(x + width / 2, HOST + 0.14, second, 9, INK, "center")
 
-    def if_not(x, string):
+    def if_not(x, *lines):
         arrow((x, HOST), (x, HOST - 0.28))
-        text(x + 0.1, HOST - 0.2, string, 9, ORANGE)
+        for i, line in enumerate(lines):
+            text(x + 0.1, HOST - 0.2 - 0.2 * i, line, 9, ORANGE)
 
     text(8.5, 2.58, "time runs to the right; not to scale", 8.5, GREY, "right")
     for y, lane in ((HOST, "host"), (GPU, "GPU")):
@@ -35,7 +36,7 @@ def draw():
         "addresses of weight and tables;",
         "torch.compile's guard",
     )
-    if_not(1.0, "no: a new launch")
+    if_not(1.0, "no: it starts at another address,", "or a new launch is made")
     box(3.25, HOST, 1.05, HEIGHT, BLUE)
     text(3.775, HOST + HEIGHT + 0.1, "Start.", 9.5, BLUE, "center", weight="bold")
     text(3.775, HOST + 0.37, "allocate out,", 9, INK, "center")
