@@ -795,6 +795,25 @@ def test_what_the_contenders_claim(nf4):
         assert min(nf4.CONTENDERS[name].kernels) == 3, name
 
 
+def test_the_call_through_grid_has_the_setting_that_was_tuned(nf4, device, monkeypatch):
+    """Else it would be another kernel than the one that ours is compared with."""
+    layer = nf4.bnb_Linear4bit(64, 128).to(device)
+    nf4.your_dequantize_nf4(layer)  # the assembly is tried
+    index = layer.weight.device.index
+    monkeypatch.setitem(nf4.SETTINGS, (index, 2), nf4.Setting(num_warps=2, steps=4))
+    launched = {}
+
+    class Noting:
+        def __getitem__(self, grid):
+            launched["grid"] = grid
+            return lambda *_, **options: launched.update(options)
+
+    monkeypatch.setattr(nf4, "_dequantize_nf4_kernel", Noting())
+    nf4.grid_dequantize(layer)
+    wanted = {"grid": (64 * 128 // (64 * 4 * 8),), "WORDS": 64, "STEPS": 4, "num_warps": 2}
+    assert launched.items() >= wanted.items()
+
+
 @pytest.mark.gpu
 def test_kernels_are_counted_by_the_profiler(nf4):
     layer = nf4.build(nf4.OPTIONS[0], torch.float16)[1].gate_proj
