@@ -1029,17 +1029,14 @@ def test_what_a_kept_launch_is_shown_to_do(shown, kept, monkeypatch, capsys, is_
     assert len(shown["tables"]) == is_kept
 
 
-@pytest.mark.parametrize("name", ["dtype", "shape", "blocksize", "quant_type", "state2", "dtype2"])
+FIELDS = ("dtype = bfloat16", "shape = 128 x 64", "blocksize = 128", "quant_type = fp4")
+FIELDS += ("state2.blocksize = 32", "state2.dtype = float16")
+
+
+@pytest.mark.parametrize("name", FIELDS)
 def test_a_state_that_changes_during_its_first_launch(kept, device, monkeypatch, name):
     """In another thread, say, while the kernel is compiled: later calls go by what it says now."""
-    change = {
-        "dtype": NOTICED["dtype = bfloat16"],
-        "shape": NOTICED["shape = 128 x 64"],
-        "blocksize": REFUSED["blocksize = 128"],
-        "quant_type": REFUSED["quant_type = fp4"],
-        "state2": REFUSED["state2.blocksize = 32"],
-        "dtype2": REFUSED["state2.dtype = float16"],
-    }[name]
+    change = (NOTICED | REFUSED)[name]
     called(kept, device)
     weight, state = fresh(kept, device)
     launch = kept.launch
@@ -1054,7 +1051,7 @@ def test_a_state_that_changes_during_its_first_launch(kept, device, monkeypatch,
     monkeypatch.setattr(kept, "launch", launch)
     assert state._nf4_launch is not None, "no launch was kept, so nothing is tested"
     for _ in range(2):
-        if name in ("dtype", "shape"):
+        if name in NOTICED:
             want = kept.spec(weight, state)
             assert kept.bits_differing(kept.dequantize_nf4(weight, state), want) == 0
         else:
