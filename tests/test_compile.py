@@ -70,31 +70,32 @@ def test_a_missing_output_is_no_equal_bit(nf4, device, pair):
 def test_compiled_calls_are_timed_beside_others(nf4, monkeypatch):
     """Times are imitated; what another cannot compile has an error, our own failure is one."""
     monkeypatch.setattr(nf4, "unsloth_dequantize", nf4.bnb_dequantize)
-    compiled = set()
+    compiled, turns = set(), []
 
-    def imitated(function, backend):
+    def imitated(function):
         run = lambda *call: function(*call)  # noqa: E731
         compiled.add(run)
-        backend.graphs = 1
         return run
 
     def imitated_us(stepped, call, wait):
         (function,) = stepped.args
         outs = stepped(call)
         assert wait and (len(outs) == 2) == call[0].requires_grad  # with the gradient
-        return 9.0 if function in compiled else 5.0
+        turns.append(function)
+        return 100 - len(turns) + (0.5 if function in compiled else 0.0)
 
     monkeypatch.setattr(torch, "compile", imitated)
     monkeypatch.setattr(nf4, "call_us", imitated_us)
     option = nf4.SMALL_OPTIONS[0]
-    rows = nf4.compile_times(option)
+    rows = nf4.compile_times(option, turns=2)
     whos = ["ours", "today's Unsloth", "bitsandbytes"]
     expected = list(itertools.product(["dequantization", "forward pass"], whos))
     expected += [("training step", "ours"), ("training step", "bitsandbytes")]
     assert [(row["function"], row["who"]) for row in rows] == expected
-    for row in rows:
-        assert (row["eager_us"], row["compiled_us"]) == (5, 9)
-        assert (row["graphs"], row["error"]) == (1, None)
+    # All eight take a turn before the first has its second; in each, eager comes before compiled.
+    assert [row["eager_us"] for row in rows] == [100.0 - n for n in range(17, 32, 2)]
+    assert [row["compiled_us"] for row in rows] == [100.5 - n for n in range(18, 33, 2)]
+    assert [row["error"] for row in rows] == 8 * [None]
 
 
 def test_to_time_a_compiled_function_compiles_nothing(nf4):
@@ -126,7 +127,7 @@ def test_what_does_not_compile_right_has_no_time(nf4, monkeypatch, who, fault, t
     monkeypatch.setattr(nf4, "call_us", lambda stepped, call, wait: len(stepped(call)))
     failing = getattr(nf4, who)
 
-    def imitated(function, backend):
+    def imitated(function):
         closure = [cell.cell_contents for cell in function.__closure__ or ()]
         return fault(function) if failing in closure else function
 

@@ -37,11 +37,12 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 2139  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 2228  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 111, ("kernel", "lookup", "words")
-HOST = 501
-HOST_CELLS = ("nf4", "check", "launch", "host-function", "keep", "kept", "conditions", "operator")
+HOST = 513
+HOST_CELLS = ("nf4", "check", "launch", "starter", "keep", "kept", "host-function")
+HOST_CELLS += ("conditions", "operator")
 STRETCH = 80  # unfolded lines before an output,
 KERNEL_STRETCH = 80  # and where they begin with the kernel
 
@@ -76,11 +77,11 @@ def test_runs_from_top_to_bottom_without_a_gpu(executed, nf4):
     assert not [line for line in lines_of_errors if "No CUDA runtime is found" not in line]
     text = record.texts(notebook)
     assert "No speed is claimed" in text
-    told = r"CPU mode: ([\d,]+) weights went through the interpreter, (\d+) differ"
+    told = r"CPU mode: ([\d,]+) comparisons through the interpreter, (\d+) differ"
     checked, differing = re.search(told, text).groups()
     rows, columns = nf4.SMALL_SHAPES[1]
     expected = 3 * 3 * rows * columns  # host-run: three layers, three dtypes
-    for _, _, state in nf4.comparisons("cpu"):
+    for _, _, state, _ in nf4.comparisons("cpu"):
         expected += math.prod(state.shape)
     assert int(checked.replace(",", "")) == expected > 900_000 and differing == "0"
     assert not (folder / "results").exists(), "the CPU mode must not leave a record"
@@ -550,7 +551,7 @@ PER_FORMAT = {"format", "shape", "dtype", "ours_us", "unsloth_today_us", "ceilin
 PER_FORMAT |= {"copy_us", "bytes"}
 PER_COMPILATION = {"function", "options", "dtype", "graphs", "graph_breaks", "recompiles"}
 PER_COMPILATION |= {"bit_equal", "compiled"}
-CONTENDERS = ("bare", "kernel_grid", "unsloth_today", "unsloth_puzzle", "peft")
+CONTENDERS = ("kernel_grid", "unsloth_today", "unsloth_buffer", "unsloth_puzzle", "peft")
 
 
 @pytest.mark.parametrize("found", record.records(RESULTS), ids=lambda found: found["gpu"])
@@ -582,7 +583,7 @@ def test_record_has_its_format(found):
 @pytest.mark.parametrize("found", record.records(RESULTS), ids=lambda found: found["gpu"])
 def test_record_has_its_times(found):
     raced = {(entry["baseline"], entry["dtypes"]) for entry in found["harness"]}
-    for baseline in CONTENDERS[1:]:  # bare is raced by `floor`
+    for baseline in CONTENDERS:
         assert {(baseline, dtypes) for dtypes in record.DTYPES} <= raced
     for entry in found["harness"]:
         assert len(entry["baseline_s"]) == len(entry["ours_s"]) >= 5
@@ -604,7 +605,7 @@ def test_record_has_its_times(found):
     assert len(official["ours"]) == len(official["unsloth_today"]) == 3
     assert official["ratio"] == pytest.approx(medians[0] / medians[1])
     calls = {row["who"]: row for row in found["calls"]}
-    assert set(calls) == {"ours", *CONTENDERS}
+    assert set(calls) == {"ours", "bare", *CONTENDERS}
     assert calls["ours"]["kernels"] == 1 and calls["unsloth_puzzle"]["kernels"] >= 3
     host = found["host"]
     assert all(host[f"{who}_us"] == row["issue_us"] for who, row in calls.items())
@@ -623,18 +624,16 @@ def test_results_are_data():
 
 
 def test_what_the_gpu_tests_counted():
-    """All in one run on two GPUs; those that time something (`timed`) after it, alone."""
+    """All in one run on one GPU (two tests want two); those that time something after it, alone."""
     counted = [entry for entry in record.records(RESULTS) if "robustness" in entry]
     found, timed = counted[0]["robustness"], counted[0]["timed"]
     assert found["finished"] and found["failed"] == 0
-    assert found["passed"] + found["skipped"] >= 1196
-    assert found["passed"] >= 1175
-    assert found["skipped"] <= 43, "for stacks and GPUs that are not there, and a CPU's emulation"
+    assert found["passed"] >= 1265
+    assert found["skipped"] <= 45, "for stacks and GPUs that are not there, and a CPU's emulation"
     sizes = ("small_1024", "llama8b_256", "llama8b_2048", "unsloth")
     assert {f"training_ms_{size}_ours" for size in sizes} <= set(timed)
     assert found["differing"] == found["sanitizer_errors"] == found["load_growth_bytes"] == 0
     assert found["cases"] >= 12_900 and found["errors"] >= 100 and found["load_calls"] >= 100_000
-    assert timed["second_gpu_ours_us"] <= 0.6 * timed["second_gpu_unsloth_us"]
     assert not set(timed) & set(found) - {"gpu", "date"}, "a figure stands twice"
 
 
@@ -825,12 +824,27 @@ def test_the_races_table(nf4, a_record):
     """The mix by shapes, and each dtype's ratio."""
     table = nf4.race_table(a_record(1.6)["harness"])
     shapes = ["{} x {}".format(*shape) for shape in nf4.HARNESS_SHAPES]
-    ratios = ["mix", "lowest round", "highest round", "fp16", "bf16"]
+    ratios = ["mix", "fp16", "bf16"]
     assert list(table["µs a call in the mix"]) == [*shapes, "sum"]
-    assert list(table["times ours"]) == ratios and len(table.columns) == 9
+    assert list(table["their time / ours"]) == ratios and len(table.columns) == 7
     assert table.loc["ours"].tolist()[:4] == [1.0, 1.0, 1.0, 3.0]
-    assert table.loc["ours"].isna().tolist() == 4 * [False] + 5 * [True]
-    assert table.loc["today's Unsloth"].tolist() == pytest.approx(3 * [1.6] + [4.8] + 5 * [1.6])
+    assert table.loc["ours"].isna().tolist() == 4 * [False] + 3 * [True]
+    assert table.loc["today's Unsloth"].tolist() == pytest.approx(3 * [1.6] + [4.8] + 3 * [1.6])
+
+
+def test_every_round_is_drawn(nf4, a_record):
+    """A circle each, and their median; a panel for each dtype."""
+    found = a_record(1.6)["harness"]
+    panels = nf4.draw_rounds(found, "rounds").axes
+    assert [axes.get_title() for axes in panels] == ["fp16", "bf16"]
+    for axes, dtype in zip(panels, ("float16", "bfloat16")):
+        entries = [entry for entry in found if entry["dtypes"] == dtype]
+        circles, medians = axes.lines[: 2 * len(entries) : 2], axes.lines[1 : 2 * len(entries) : 2]
+        for entry, rounds, median in zip(entries, circles, medians):
+            ratios = [theirs / ours for theirs, ours in zip(entry["baseline_s"], entry["ours_s"])]
+            assert list(rounds.get_xdata()) == pytest.approx(ratios) and len(ratios) >= 5
+            assert median.get_xdata() == pytest.approx(statistics.median(ratios))
+            assert set(rounds.get_ydata()) == {nf4.LABELS[entry["baseline"]]}
 
 
 def test_the_estimate_for_a_t4(nf4):
@@ -847,9 +861,10 @@ def test_the_estimate_for_a_t4(nf4):
     found = {"harness": harness, "formats": formats}
     rows = nf4.t4_estimate(found)
     factors = [row["factor"] for row in rows]
-    assert factors == sorted(factors) and len(rows) == 4
+    assert factors == [1.9, 2.85]
     by_source = {row["source"]: row for row in rows}
-    moving = 239e9 * (0.5 + 1 / 64 + 2) / 240e9
+    n_weights = 3000 * (2048 * 8192 + 1024 * 4096 + 4096 * 14336)
+    moving = n_weights * (0.5 + 1 / 64 + 2) / 240e9
     python = by_source["Python"]
     assert python["ours_s"] == pytest.approx(moving + 2.85 * 9000 * 10e-6)
     assert python["unsloth_today_s"] == pytest.approx(moving + 2.85 * 9000 * 30e-6)
@@ -857,10 +872,6 @@ def test_the_estimate_for_a_t4(nf4):
     more = (0.5 + 1 / 64 + 2 + 1 / 4) / (0.5 + 1 / 64 + 2)  # fp32 scales, written and read twice
     three_here = 9000 * (100 - 42 * more) / 1e6
     assert python["unsloth_puzzle_s"] == pytest.approx(moving * more + 2.85 * three_here)
-    published = [by_source[source] for source in nf4.PUBLISHED_S]
-    for row, seconds in zip(published, (3.7, 4.1)):
-        assert row["unsloth_puzzle_s"] == pytest.approx(seconds)
-        assert row["factor"] == pytest.approx((seconds - moving * more) / three_here)
     ranges = nf4.t4_ranges(rows)
     assert [ranges["low"], ranges["high"]] == [rows[0]["speedup"], rows[-1]["speedup"]]
     over_three = [row["unsloth_puzzle_s"] / row["ours_s"] for row in (rows[0], rows[-1])]
@@ -885,7 +896,7 @@ def test_what_a_call_takes_beyond_its_kernel(nf4):
     beyond = {"ours": [5.0, 10.0, 15.0], "kernel_grid": [21.0, 22.0, 23.0]}
     for who, us in beyond.items():
         assert [row["beyond_us"] for row in rows if row["who"] == who] == us
-    panels = nf4.draw_race(rows).axes
+    panels = nf4.draw_race(rows, "calls").axes
     assert [axes.get_title() for axes in panels] == [row["shape"] for row in rows[:3]]
     for i, axes in enumerate(panels):
         assert [bar.get_width() for bar in axes.patches] == [40.0, 40.0, 5.0 + 5 * i, 21.0 + i]
@@ -895,8 +906,7 @@ def test_what_a_call_takes_beyond_its_kernel(nf4):
 @pytest.fixture
 def estimated():
     """The record that holds the estimate for a T4."""
-    (found,) = (entry for entry in record.records(RESULTS) if "t4_estimate" in entry)
-    return found
+    return next(entry for entry in record.records(RESULTS) if "t4_estimate" in entry)
 
 
 def test_the_estimate_were_our_kernel_slower(nf4, estimated):

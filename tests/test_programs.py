@@ -653,33 +653,46 @@ def test_entries_take_ratios_within_a_round(nf4):
     assert entry["baseline_s"] == pytest.approx([13.5e-4, 54e-4, 18e-4])
 
 
-def test_a_slower_host_leaves_the_floor_as_it_is(nf4, monkeypatch):
-    """The host is slower for half of the race, and turns in a round: ours meets it once more."""
-
-    def race(contenders, dtypes, rounds=20, loops=250):
-        rows = []
-        cases = itertools.product(dtypes, range(len(nf4.OPTIONS)), range(rounds))
-        for dtype, option, turn in cases:
-            us = {
-                "ours": 1.05 * (1.4 if turn <= rounds // 2 else 1.0),
-                "bare": 1.4 if turn < rounds // 2 else 1.0,
-            }
-            for who in contenders:
-                row = {"dtype": nf4.name_of(dtype), "option": option, "round": turn}
-                rows.append(row | {"who": who, "us": us[who]})
-        return rows
-
-    names = {"GPU": True, "RECORD": {}, "contenders": nf4.CONTENDERS, "race": race}
-    helpers.run_cell("floor-run", {**vars(nf4), **names})
-    floor = {"least": 1.05, "median": 1.05}
-    assert names["RECORD"]["floor"] == dict.fromkeys(("float16", "bfloat16"), floor)
+def on_a_slower_host(nf4, contenders, dtypes, rounds=20, loops=250):
+    """It is slower for half of the race, and turns in a round: ours meets it once more."""
+    rows = []
+    cases = itertools.product(dtypes, range(len(nf4.OPTIONS)), range(rounds))
+    for dtype, option, turn in cases:
+        us = dict.fromkeys(contenders, 1.4 if turn < rounds // 2 else 1.0)
+        us["ours"] = 1.05 * (1.4 if turn <= rounds // 2 else 1.0)
+        for who in contenders:
+            row = {"dtype": nf4.name_of(dtype), "option": option, "round": turn}
+            rows.append(row | {"who": who, "us": us[who]})
+    return rows
 
 
-def test_without_a_bare_call_there_is_no_floor(nf4):
-    contenders = {name: nf4.CONTENDERS[name] for name in ("ours", "unsloth_today")}
-    names = {"GPU": True, "RECORD": {}, "contenders": contenders, "race": None}
-    helpers.run_cell("floor-run", {**vars(nf4), **names})
-    assert "floor" not in names["RECORD"]
+@pytest.fixture
+def race_cell(nf4):
+    """What the cell of the race is run with, on a host that slows down; no table, no picture."""
+    names = {**vars(nf4), "GPU": True, "RECORD": {}, "HERE": "here", "cpu": "a host"}
+    names |= {"contenders": dict(nf4.CONTENDERS), "race": functools.partial(on_a_slower_host, nf4)}
+    silent = ("show", "race_table", "beyond_the_kernel", "draw_race", "draw_rounds")
+    return names | {name: lambda *_, **__: [] for name in silent}
+
+
+def test_a_slower_host_leaves_the_floor_as_it_is(race_cell):
+    helpers.run_cell("race-run", race_cell)
+    assert list(race_cell["RECORD"]["floor"]) == ["float16", "bfloat16"]
+    for floor in race_cell["RECORD"]["floor"].values():
+        assert floor == pytest.approx({"least": 1.05, "median": 1.05})
+
+
+def test_without_a_bare_call_there_is_no_floor(race_cell):
+    del race_cell["contenders"]["bare"]
+    helpers.run_cell("race-run", race_cell)
+    assert "harness" in race_cell["RECORD"] and "floor" not in race_cell["RECORD"]
+
+
+def test_who_is_raced(nf4, race_cell):
+    """All but the call that checks nothing."""
+    helpers.run_cell("race-run", race_cell)
+    baselines = {entry["baseline"] for entry in race_cell["RECORD"]["harness"]}
+    assert baselines == set(nf4.CONTENDERS) - {"ours", "bare"}
 
 
 def layer_that_keeps(launch):
@@ -789,7 +802,7 @@ def test_wrong_bits_are_not_timed(nf4, imitated_calls, two_layers, wrong):
 
 def test_what_the_contenders_claim(nf4):
     """How many kernels may run in a call."""
-    for name in ("ours", "bare", "kernel_grid", "unsloth_today"):
+    for name in ("ours", "bare", "kernel_grid", "unsloth_today", "unsloth_buffer"):
         assert list(nf4.CONTENDERS[name].kernels) == [1], name
     for name in ("unsloth_puzzle", "peft"):
         assert min(nf4.CONTENDERS[name].kernels) == 3, name
@@ -798,6 +811,7 @@ def test_what_the_contenders_claim(nf4):
 def test_the_call_through_grid_has_the_setting_that_was_tuned(nf4, device, monkeypatch):
     """Else it would be another kernel than the one that ours is compared with."""
     layer = nf4.bnb_Linear4bit(64, 128).to(device)
+    layer.weight.quant_state.dtype = torch.float16
     nf4.your_dequantize_nf4(layer)  # the assembly is tried
     index = layer.weight.device.index
     monkeypatch.setitem(nf4.SETTINGS, (index, 2), nf4.Setting(num_warps=2, steps=4))

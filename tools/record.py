@@ -44,10 +44,12 @@ RESULTS = ROOT / "results"
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "original": "the challenge's mix"}
 BASELINES = {  # the rows of the table; a contender that does not exist on a machine has none
     "unsloth_today": "today's Unsloth ({unsloth})",
+    "unsloth_buffer": "the same into one buffer, each output overwritten",
     "unsloth_puzzle": "Unsloth's older path (three launches)",
     "peft": "PEFT ({peft})",
     "kernel_grid": "our kernel through `kernel[grid]`",
 }
+FOR_OTHER_GPUS = ("unsloth_today", "unsloth_buffer")  # the rows for all but the first GPU
 MEASURED = (
     "gpu capability date versions cpu cores exact tune formats bandwidth calls host official_s "
     "harness floor compile compile_times t4_estimate launches memory score"
@@ -55,7 +57,7 @@ MEASURED = (
 PICTURES = ("formats", "calls", "race")  # <gpu>-formats.png and so on
 FROM_TESTS = ("robustness", "timed", "t4_rehearsal")  # entries of the record beside a run
 TIME = re.compile(r".*_(us|ms_.*)")  # the name of what a test timed
-SILENT = ("install", "environment", "floor-run")  # cells that may have nothing to say
+SILENT = ("install", "environment")  # cells that may have nothing to say
 DEFINITION = re.compile(r"(# @title .*\n)?#\| export")  # how such a cell begins
 FIGURE = re.compile(r"<!-- =(\S+) -->(.*?)<!-- / -->")
 UNMEASURED = re.compile(r"<!-- unmeasured:start -->.*?<!-- unmeasured:end -->\n*", re.S)
@@ -151,9 +153,12 @@ def load_all():
 
 
 def records(results):
-    """The record of each GPU, a T4's first, then by name."""
-    found = [value for value in results.values() if "harness" in value]
-    return sorted(found, key=lambda record: ("T4" not in record["gpu"], record["gpu"]))
+    """The record of each GPU: a T4's first, then those of GPUs on which the tests were run."""
+
+    def place(record):
+        return "T4" not in record["gpu"], "robustness" not in record, record["gpu"]
+
+    return sorted((value for value in results.values() if "harness" in value), key=place)
 
 
 def summary(record):
@@ -171,10 +176,10 @@ def is_listed(found, runs):
     return any(found.items() <= run.items() for run in runs)
 
 
-def record_table(record, runs):
+def record_table(record, runs, baselines=tuple(BASELINES)):
     """A markdown table: the run that is shown, beside each ratio what the other runs gave.
 
-    Of a single run, the range of its rounds.
+    Of a single run, the range of its rounds. A row for each of the baselines that was raced.
     """
     name = record["gpu"]
     if record.get("rehearsed"):
@@ -187,10 +192,10 @@ def record_table(record, runs):
         rounds[entry["baseline"], entry["dtypes"]] = ratio["low"], ratio["high"]
     others = [run for run in runs if not is_listed(summary(record), [run])]
     rows = []
-    for baseline, label in BASELINES.items():
+    for baseline in baselines:
         if baseline not in shown:
             continue
-        cells = [label.format(**record["versions"])]
+        cells = [BASELINES[baseline].format(**record["versions"])]
         for dtype in DTYPES:
             with_it = [run["ratios"] for run in others if baseline in run["ratios"]]
             beside = spread([ratios[baseline][dtype] for ratios in with_it])
@@ -304,7 +309,10 @@ def restated(text, results):
         if start not in text:
             continue
         if name == "record":
-            tables = [record_table(each, results[f"{slug(each['gpu'])}-runs"]) for each in found]
+            tables = []
+            for each in found:
+                rows = FOR_OTHER_GPUS if tables else tuple(BASELINES)
+                tables.append(record_table(each, results[f"{slug(each['gpu'])}-runs"], rows))
         else:
             tables = [ladder_table(results["roads"], variants=name == "variants")]
         table = "\n\n".join(tables)
