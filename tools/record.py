@@ -200,13 +200,15 @@ def record_table(record, runs, baselines=tuple(BASELINES)):
             with_it = [run["ratios"] for run in others if baseline in run["ratios"]]
             beside = spread([ratios[baseline][dtype] for ratios in with_it])
             if not others:
-                beside = spread(rounds[baseline, dtype], "rounds ")
+                beside = spread(rounds[baseline, dtype])
             cells.append(f"**{shown[baseline][dtype]:.2f}**{beside}")
         rows.append(cells)
     table = markdown_table(titles, rows)
     exact, gpu = record["exact"], record["gpu"]
     told = f"Host: {record['cpu']}, {record['cores']} cores. "
     told += f"{exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
+    if not others:
+        told += " In brackets: the range of the rounds."
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
@@ -218,12 +220,12 @@ def record_table(record, runs, baselines=tuple(BASELINES)):
     return f"{table}\n\n{told}"
 
 
-def spread(ratios, of=""):
+def spread(ratios):
     """One figure in brackets, or the range of several."""
     if not ratios:
         return ""
     least, greatest = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-    return f" ({of}{least})" if least == greatest else f" ({of}{least}–{greatest})"
+    return f" ({least})" if least == greatest else f" ({least}–{greatest})"
 
 
 def official_ratio(run):
