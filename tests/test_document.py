@@ -811,6 +811,20 @@ def test_the_tables_of_a_record(a_record):
     )
 
 
+def test_gpus_after_the_first_are_shown_in_short(a_record):
+    """First the one on which the tests ran; of the others two rows at most."""
+    results = {}
+    for gpu, more in (("NVIDIA A", {}), ("NVIDIA B", {"robustness": {}})):
+        found = a_record(1.6, gpu) | more
+        results[record.slug(gpu)] = found
+        results[record.slug(gpu) + "-runs"] = [record.summary(found)]
+    text = record.restated("<!-- record:start -->\n<!-- record:end -->", results)
+    first, second = text.split("| **NVIDIA A**")
+    assert "| **NVIDIA B**" in first and first.count("\n| ") == 2 + 4
+    assert second.count("\n| ") == 1 + 1 and "\n| today's Unsloth (1.2) | **1.60**" in second
+    assert "comparisons" in first and "comparisons" not in second
+
+
 def test_the_races_table(nf4, a_record):
     """The mix by shapes, and each dtype's ratio."""
     table = nf4.race_table(a_record(1.6)["harness"])

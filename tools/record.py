@@ -49,7 +49,7 @@ BASELINES = {  # the rows of the table; a contender that does not exist on a mac
     "peft": "PEFT ({peft})",
     "kernel_grid": "our kernel through `kernel[grid]`",
 }
-FOR_OTHER_GPUS = ("unsloth_today", "unsloth_buffer")  # the rows for all but the first GPU
+IN_SHORT = ("unsloth_today", "unsloth_buffer")  # the rows for all but the first GPU
 MEASURED = (
     "gpu capability date versions cpu cores exact tune formats bandwidth calls host official_s "
     "harness floor compile compile_times t4_estimate launches memory score"
@@ -176,10 +176,11 @@ def is_listed(found, runs):
     return any(found.items() <= run.items() for run in runs)
 
 
-def record_table(record, runs, baselines=tuple(BASELINES)):
+def record_table(record, runs, shortly=False):
     """A markdown table: the run that is shown, beside each ratio what the other runs gave.
 
-    Of a single run, the range of its rounds. A row for each of the baselines that was raced.
+    Of a single run, the range of its rounds. A row for each of the BASELINES that was raced;
+    shortly: only for those IN_SHORT.
     """
     name = record["gpu"]
     if record.get("rehearsed"):
@@ -192,7 +193,7 @@ def record_table(record, runs, baselines=tuple(BASELINES)):
         rounds[entry["baseline"], entry["dtypes"]] = ratio["low"], ratio["high"]
     others = [run for run in runs if not is_listed(summary(record), [run])]
     rows = []
-    for baseline in baselines:
+    for baseline in IN_SHORT if shortly else BASELINES:
         if baseline not in shown:
             continue
         cells = [BASELINES[baseline].format(**record["versions"])]
@@ -205,9 +206,10 @@ def record_table(record, runs, baselines=tuple(BASELINES)):
         rows.append(cells)
     table = markdown_table(titles, rows)
     exact, gpu = record["exact"], record["gpu"]
-    told = f"Host: {record['cpu']}, {record['cores']} cores. "
-    told += f"{exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
-    if not others:
+    told = f"Host: {record['cpu']}, {record['cores']} cores."
+    if not shortly:
+        told += f" {exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
+    if not shortly and not others:
         told += " In brackets: the range of the rounds."
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
@@ -313,8 +315,8 @@ def restated(text, results):
         if name == "record":
             tables = []
             for each in found:
-                rows = FOR_OTHER_GPUS if tables else tuple(BASELINES)
-                tables.append(record_table(each, results[f"{slug(each['gpu'])}-runs"], rows))
+                runs = results[f"{slug(each['gpu'])}-runs"]
+                tables.append(record_table(each, runs, shortly=each is not found[0]))
         else:
             tables = [ladder_table(results["roads"], variants=name == "variants")]
         table = "\n\n".join(tables)
