@@ -44,7 +44,7 @@ RESULTS = ROOT / "results"
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "original": "the challenge's mix"}
 BASELINES = {  # the rows of the table; a contender that does not exist on a machine has none
     "unsloth_today": "today's Unsloth ({unsloth})",
-    "unsloth_buffer": "the same into one buffer, each output overwritten",
+    "unsloth_buffer": "today's Unsloth into one buffer, each output overwritten",
     "unsloth_puzzle": "Unsloth's older path (three launches)",
     "peft": "PEFT ({peft})",
     "kernel_grid": "our kernel through `kernel[grid]`",
