@@ -46,7 +46,7 @@ def draw():
         2.75,
         "Does it still mean the same?",
         "the state's fields and tables;",
-        "nobody watches",
+        "no profiler, no dispatch mode",
     )
     if_not(4.95, "no: out is dropped, and a new launch made")
     box(7.45, HOST, 1.05, HEIGHT, BLUE, "white")
