@@ -134,9 +134,9 @@ def test_what_does_not_compile_right_has_no_time(nf4, monkeypatch, who, fault, t
     monkeypatch.setattr(torch, "compile", imitated)
     if who == "your_dequantize_nf4":
         with pytest.raises((RuntimeError, AssertionError), match=told):
-            nf4.compile_times(nf4.SMALL_OPTIONS[0])
+            nf4.compile_times(nf4.SMALL_OPTIONS[0], turns=1)
         return
-    rows = nf4.compile_times(nf4.SMALL_OPTIONS[0])
+    rows = nf4.compile_times(nf4.SMALL_OPTIONS[0], turns=1)
     failed = [row for row in rows if row["error"]]
     assert {row["who"] for row in failed} == {"today's Unsloth"} and len(failed) == 2
     assert all(row["compiled_us"] is None and told in row["error"] for row in failed)
