@@ -209,8 +209,8 @@ def record_table(record, runs, shortly=False):
     told = f"Host: {record['cpu']}, {record['cores']} cores."
     if not shortly:
         told += f" {exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
-    if not shortly and not others:
-        told += " In brackets: the range of the rounds."
+        if not others:
+            told += " In brackets: the range of the rounds."
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
