@@ -288,6 +288,13 @@ def test_an_older_card_is_named(monkeypatch):
 # How it is made.
 
 
+def test_a_gpu_without_nvidia_smi_is_named(monkeypatch):
+    """There Unsloth was not installed, and its import would fail."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="no nvidia-smi: expected both or neither"):
+        exec(compile(CODE["environment"], "environment cell", "exec"), {"HAS_GPU": False})
+
+
 def test_definition_cells_are_plain_python_for_3_10():
     assert len(helpers.exports(r"#\| export\n")) >= 12
     for name, source in helpers.exports():
@@ -501,8 +508,7 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "0.3": "239e9 weights / 32 threads a cycle / 40 multiprocessors / 585 MHz, seconds",
     "0.9": "239e9 weights x 11.5 / 32 over a T4's 40 x 4 schedulers at 585 MHz, seconds",
     "1.20": "the greatest of the T4's estimates (tested)",
-    "1.08": "the least of the T4's estimates if ours moves its 601 GB at 0.95 x 240 GB/s (tested)",
-    "1.14": "the greatest, likewise (tested)",
+    "1.09": "the least of the T4's estimates if ours moves its 601 GB at 0.95 x 240 GB/s (tested)",
     "2.5": "601 GB by 240 GB/s, seconds",
     "1.05": "the challenge's first bar",
     "1.10": "its second",
@@ -623,9 +629,10 @@ def test_what_the_gpu_tests_counted():
     counted = [entry for entry in record.records(RESULTS) if "robustness" in entry]
     found, timed = counted[0]["robustness"], counted[0]["timed"]
     assert found["finished"] and found["failed"] == 0
-    assert found["passed"] >= 1265
+    assert found["passed"] >= 1276
     skipped = found["skipped"] - 2  # for want of a second GPU
-    assert skipped <= 43, "for stacks that are not there, and a CPU's emulation"
+    # Two that were new in that run (`tables_are_there`) are skipped no more: next time 42.
+    assert skipped <= 44, "for stacks that are not there, and a CPU's emulation"
     sizes = ("small_1024", "llama8b_256", "llama8b_2048", "unsloth")
     assert {f"training_ms_{size}_ours" for size in sizes} <= set(timed)
     assert found["differing"] == found["sanitizer_errors"] == found["load_growth_bytes"] == 0
@@ -673,8 +680,9 @@ def test_the_tally_of_a_run_that_is_cut(tmp_path):
 # A run is taken in.
 
 
-OFFICIALLY = " `test_dequantize` alone, by the medians of three: {} over today's Unsloth."
-TOLD = "Host: A Processor, 2 cores. 1,234,567 comparisons bit for bit, 0 differ."
+OFFICIALLY = " `test_dequantize` alone: {}."
+TOLD = "**Tesla T4**, 2026-11-22; host A Processor, 2 cores."
+TOLD += " Of 1,234,567 weights 0 differ in a bit."
 DOCUMENT = """<!-- record:start -->
 <!-- record:end -->
 
@@ -779,7 +787,7 @@ def test_a_t4s_run_is_adopted(copy):
     notebook = nbformat.read(record.NOTEBOOK, as_version=4)
     for stated in (notebook.cells[0].source, record.README.read_text()):
         assert stated.index("**Tesla T4**") < stated.index("**NVIDIA H200**")
-        assert "**1.23** (" in stated and "In brackets: the range of the rounds." in stated
+        assert "| **1.23** |" in stated
         assert TOLD in stated
         assert "unmeasured" not in stated and "no time has been measured" not in stated
         assert record.restated(stated, record.load_all()) == stated
@@ -799,64 +807,58 @@ def test_a_t4s_run_is_adopted(copy):
 
 def test_the_tables_of_a_record(a_record):
     runs = [record.summary(a_record(ratio)) for ratio in (1.4, 1.75, 1.6)]
-    del runs[0]["ratios"]["kernel_grid"]  # as it was before
-    assert record.record_table(a_record(1.6), runs).splitlines() == [
-        "| **Tesla T4**, 2026-11-22: speedup over | fp16 | bf16 | the challenge's mix |",
+    del runs[0]["ratios"]["peft"]  # as if it had not been there
+    assert record.record_table([(a_record(1.6), runs)]).splitlines() == [
+        "| speedup over | Tesla T4: fp16 | bf16 | mix |",
         "| --- | --- | --- | --- |",
         "| today's Unsloth (1.2) |" + 3 * " **1.60** (1.40–1.75) |",
         "| Unsloth's older path (three launches) |" + 3 * " **2.00** (2.00) |",
         "| PEFT (3.4) |" + 3 * " **3.00** (3.00) |",
-        "| our kernel through `kernel[grid]` |" + 3 * " **1.25** (1.25) |",
         "",
         TOLD + OFFICIALLY.format("1.44 (1.26–1.57)"),
     ]
-    shown = record.record_table(a_record(1.6) | {"median_of": 3}, runs).splitlines()[-1]
+    shown = record.record_table([(a_record(1.6) | {"median_of": 3}, runs)]).splitlines()[-1]
     assert shown == (
-        f"{TOLD} 3 runs: bold is the one with the middle fp16 speedup over today's Unsloth,"
-        " in brackets the other 2 (`results/tesla-t4-runs.json`)."
+        TOLD
         + OFFICIALLY.format("1.44 (1.26–1.57)")
+        + " 3 runs: bold is the one with the middle fp16 speedup over today's Unsloth,"
+        " in brackets the other 2 (`results/tesla-t4-runs.json`)."
     )
 
 
-def test_gpus_after_the_first_are_shown_in_short(a_record):
-    """First the one on which the tests ran; of the others two rows at most."""
+def test_all_gpus_stand_in_one_table(a_record):
+    """First the one on which the tests ran; a contender that one of them lacks has no figure."""
     results = {}
     for gpu, more in (("NVIDIA A", {}), ("NVIDIA B", {"robustness": {}})):
         found = a_record(1.6, gpu) | more
+        if more:
+            found["harness"] = [row for row in found["harness"] if row["baseline"] != "peft"]
         results[record.slug(gpu)] = found
         results[record.slug(gpu) + "-runs"] = [record.summary(found)]
     text = record.restated("<!-- record:start -->\n<!-- record:end -->", results)
-    first, second = text.split("| **NVIDIA A**")
-    assert "| **NVIDIA B**" in first and first.count("\n| ") == 2 + 4
-    assert second.count("\n| ") == 1 + 1 and "\n| today's Unsloth (1.2) | **1.60**" in second
-    assert "comparisons" in first and "comparisons" not in second
+    _, titles, _, today, three, peft, *below, _ = text.splitlines()
+    columns = "| NVIDIA B: fp16 | bf16 | mix | NVIDIA A: fp16 | bf16 | mix |"
+    assert titles == f"| speedup over {columns}"
+    assert today == "| today's Unsloth (1.2) |" + 6 * " **1.60** |"
+    assert three.count("**2.00**") == 6 and peft == "| PEFT (3.4) |  |  |  |" + 3 * " **3.00** |"
+    assert [line[:14] for line in below if line] == ["**NVIDIA B**, ", "**NVIDIA A**, "]
 
 
 def test_the_races_table(nf4, a_record):
-    """The mix by shapes, and each dtype's ratio."""
-    table = nf4.race_table(a_record(1.6)["harness"])
-    shapes = ["{} x {}".format(*shape) for shape in nf4.HARNESS_SHAPES]
-    ratios = ["mix", "fp16", "bf16"]
-    assert list(table["µs a call in the mix"]) == [*shapes, "sum"]
-    assert list(table["their time / ours"]) == ratios and len(table.columns) == 7
-    assert table.loc["ours"].tolist()[:4] == [1.0, 1.0, 1.0, 3.0]
-    assert table.loc["ours"].isna().tolist() == 4 * [False] + 3 * [True]
-    assert table.loc["today's Unsloth"].tolist() == pytest.approx(3 * [1.6] + [4.8] + 3 * [1.6])
-
-
-def test_every_round_is_drawn(nf4, a_record):
-    """A circle each, and their median; a panel for each dtype."""
+    """The mix by shapes, each dtype's ratio, and the mix's least and greatest round."""
     found = a_record(1.6)["harness"]
-    panels = nf4.draw_rounds(found, "rounds").axes
-    assert [axes.get_title() for axes in panels] == ["fp16", "bf16"]
-    for axes, dtype in zip(panels, ("float16", "bfloat16")):
-        entries = [entry for entry in found if entry["dtypes"] == dtype]
-        circles, medians = axes.lines[: 2 * len(entries) : 2], axes.lines[1 : 2 * len(entries) : 2]
-        for entry, rounds, median in zip(entries, circles, medians):
-            ratios = [theirs / ours for theirs, ours in zip(entry["baseline_s"], entry["ours_s"])]
-            assert list(rounds.get_xdata()) == pytest.approx(ratios) and len(ratios) >= 5
-            assert median.get_xdata() == pytest.approx(statistics.median(ratios))
-            assert set(rounds.get_ydata()) == {nf4.LABELS[entry["baseline"]]}
+    for entry in found:
+        if entry["dtypes"] == "original":
+            entry["ratio"] |= {"low": 1.5, "high": 1.7}
+    table = nf4.race_table(found)
+    shapes = ["{} x {}".format(*shape) for shape in nf4.HARNESS_SHAPES]
+    assert list(table["µs a call in the mix"]) == [*shapes, "sum"]
+    assert list(table["their time / ours"]) == ["fp16", "bf16", "mix"]
+    assert list(table["the mix's rounds"]) == ["lowest", "highest"] and len(table.columns) == 9
+    assert table.loc["ours"].tolist()[:4] == [1.0, 1.0, 1.0, 3.0]
+    assert table.loc["ours"].isna().tolist() == 4 * [False] + 5 * [True]
+    expected = 3 * [1.6] + [4.8] + 3 * [1.6] + [1.5, 1.7]
+    assert table.loc["today's Unsloth"].tolist() == pytest.approx(expected)
 
 
 def test_the_estimate_for_a_t4(nf4):
@@ -884,10 +886,6 @@ def test_the_estimate_for_a_t4(nf4):
     more = (0.5 + 1 / 64 + 2 + 1 / 4) / (0.5 + 1 / 64 + 2)  # fp32 scales, written and read twice
     three_here = 9000 * (100 - 42 * more) / 1e6
     assert python["unsloth_puzzle_s"] == pytest.approx(moving * more + 2.85 * three_here)
-    ranges = nf4.t4_ranges(rows)
-    assert [ranges["low"], ranges["high"]] == [rows[0]["speedup"], rows[-1]["speedup"]]
-    over_three = [row["unsloth_puzzle_s"] / row["ours_s"] for row in (rows[0], rows[-1])]
-    assert [ranges["over_three_low"], ranges["over_three_high"]] == over_three
     assert set(nf4.t4_table(rows).index) == set(by_source)
 
 
@@ -927,11 +925,11 @@ def test_the_estimate_were_our_kernel_slower(nf4, estimated):
     ratios = []
     for row in estimated["t4_estimate"]["rows"]:
         ratios.append(row["unsloth_today_s"] / (row["ours_s"] + moving / 0.95 - moving))
-    stated = "but ours at 95 % of a copy's speed, the others at all of it "
-    stated += f"| {min(ratios):.2f} to {max(ratios):.2f} |"
     row = estimated["t4_estimate"]["rows"][0]  # of the lowest factor
     gone = moving / (row["unsloth_today_s"] - row["ours_s"] + moving)
-    stated += f" | and ours at {100 * gone:.0f} % | the lead could be gone |"
+    stated = "the H200's, but our kernel at 95 % of a copy's speed, Unsloth's at 100 % | "
+    stated += f"{min(ratios):.2f} to {max(ratios):.2f} | | and ours at {100 * gone:.0f} % | "
+    stated += "the lead could be gone |"
     assert stated in " ".join(MARKDOWN["t4-text"].split())
     claim = f"{min(ratios):.2f} to {estimated['t4_estimate']['high']:.2f} over today's Unsloth"
     assert claim in MARKDOWN["claim-text"]
@@ -950,8 +948,9 @@ def test_the_hosts_factors_are_those_recorded(nf4):
 
 def test_the_estimate_is_that_of_the_record(nf4, estimated):
     rows = nf4.t4_estimate(estimated)
-    assert estimated["t4_estimate"]["rows"] == rows
-    assert {"rows": rows} | nf4.t4_ranges(rows) == estimated["t4_estimate"]
+    speedups = [row["speedup"] for row in rows]
+    ranges = {"low": min(speedups), "high": max(speedups)}
+    assert {"rows": rows} | ranges == estimated["t4_estimate"]
 
 
 def test_the_ladder():

@@ -204,6 +204,17 @@ def test_a_field_that_goes_after_the_first_call_is_named(kept, device, name):
         kept.dequantize_nf4(weight, state)
 
 
+def test_an_error_of_the_start_is_not_taken_for_a_lost_field(kept, device, monkeypatch):
+    weight, state = called(kept, device)
+
+    def failing(*_):
+        raise AttributeError("in the launcher")
+
+    monkeypatch.setattr(kept, "launch_kernel", failing)
+    with pytest.raises(AttributeError, match="in the launcher"):
+        kept.dequantize_nf4(weight, state)
+
+
 @pytest.mark.parametrize("name", NOTICED)
 def test_changes_are_noticed(kept, device, name):
     check_noticed(kept, device, name)
@@ -458,14 +469,13 @@ def guard_sees_every_mode():
 
 
 def check_no_offset(nf4, monkeypatch, device):
-    """Plain absmax needs none, and a state of somebody else's may lack it."""
+    """Plain absmax needs none, and a state of somebody else's may lack it; its launch is kept."""
     weight, state = fresh(nf4, device, nested=False)
     del state.offset
     for _ in range(2):
         want = nf4.spec(weight, state)
         assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), want) == 0
-    assert state._nf4_launch is None
-    called(nf4, device)  # and others are kept as before
+    assert state._nf4_launch is not None
 
 
 def check_guarded(nf4, monkeypatch, device):
@@ -1073,7 +1083,7 @@ def test_a_state_that_changes_during_its_first_launch(kept, device, monkeypatch,
     monkeypatch.setattr(kept, "launch", changing)
     kept.dequantize_nf4(weight, state)
     monkeypatch.setattr(kept, "launch", launch)
-    assert state._nf4_launch is not None, "no launch was kept, so nothing is tested"
+    assert state._nf4_launch is None, "each call would start it, and then launch anew"
     for _ in range(2):
         if name in NOTICED:
             want = kept.spec(weight, state)
@@ -1111,6 +1121,7 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     ),
     "data_ptr(weight) == weight_at": "weight.data = ...",
     # another weight's,
+    "isinstance(weight, torch.Tensor)": "weight as a list",
     "is_plain(weight)": "subclass",
     "weight.layout == torch.strided": "weight sparse",
     "weight.dtype == dtype": "another weight object",
@@ -1124,7 +1135,8 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     "weight.data_ptr() % 16 == remainder": "weight at an odd address",
     "not weight.is_neg()": "negated",
     "not wants_operators()": ("traced", "traced before autograd", "transformed"),
-    # the tables';
+    # the tables'; and both?
+    "tables_are_there": "absmax.data = ...",
     "absmax_ref() is absmax": "another absmax object",
     "absmax is not None": "absmax = None",
     "data_ptr(absmax) == absmax_at": "absmax.data = ...",
@@ -1132,8 +1144,6 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     "data_ptr(offset) == offset_at": "offset.data = ...",
     "data_ptr(absmax2) == absmax2_at": "state2.absmax.data = ...",
     "data_ptr(code2) == code2_at": "state2.code.data = ...",
-    "not enter.calls": "enter hook",
-    "not leave.calls": "exit hook",
     # does it still mean what it meant, and does nobody watch?
     "quant_state.code is code": "another code object",
     "quant_state.state2 is state2": "another state2 object",
@@ -1146,39 +1156,34 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     "quant_state.dtype is dtype": "dtype = bfloat16",
     "quant_state.blocksize == blocksize": "blocksize = 128",
     'quant_state.quant_type == "nf4"': "quant_type = fp4",
-    "state2_is_unchanged": ("another state2.absmax object", "state2.blocksize = 32"),
-    "RUNTIME.launch_enter_hook is enter": "another enter hook",
-    "RUNTIME.launch_exit_hook is leave": "another exit hook",
+    "not is_profiled()": ("enter hook", "exit hook", "another enter hook", "another exit hook"),
     "_dequantize_nf4_kernel is kernel": "kernel redefined",
     "not modes()": "traced by make_fx",
-    # Can it be kept at all?
-    "compiled is not None": "no weights",
-    "isinstance(quant_state.shape, tuple)": "shape a list",
-    'not any(getattr(hook, "calls", True) for hook in hooks)': "another enter hook",
-    "nf4.code is quant_state.code": "code in torch.bfloat16",
-    "nf4.offset is offset": "offset in torch.bfloat16",
-    'hasattr(quant_state, "offset")': "no offset",
 }
 OTHERS = {  # what else makes it right -> (its replacement, the case that must then fail)
-    "out = start(data_ptr(weight))": ("out = start()", "another weight"),
+    "if compiled is not None and ": ("if ", "no weights"),
+    "is not None and is_unchanged(quant_state):": ("is not None:", "shape a list"),
+    "start(data_ptr(weight))": ("start()", "another weight"),
     "if is_capturing(nf4.weight.device):": ("if False:", "captured"),
     "CAPTURED.add(": ("id(", "captured"),
     "if weight_is_there:": ("if True:", "another weight"),
-    "elif fits(weight):": ("elif True:", "weight shortened"),
-    "if not tables_are_there(quant_state):": ("if False:", "absmax.data = ..."),
+    "elif tables_are_there and fits(weight):": ("elif tables_are_there:", "weight shortened"),
+    "elif tables_are_there and ": ("elif ", "absmax.data = ..."),
+    "if state2 is not None:  # absmax is nested": ("if True:", "repeated, plain"),
+    "if not state2_is_unchanged:": ("if False:", "another state2.absmax object"),
+    'getattr(enter, "calls", True) or ': ("", "enter hook"),
+    ' or getattr(leave, "calls", True)': ("", "exit hook"),
     "if not is_unchanged(quant_state):": ("if False:", "shape = 128 x 64"),
     "with no_torch_function():": ("with contextlib.nullcontext():", "torch function"),
-    "= state2 is None or (": ("= (", "repeated, plain"),
     "return out.t() if transposed else out": ("return out", "transposed in place"),
     "was_transposed = is_transposed(nf4.weight)": ("was_transposed = False", "transposed first"),
-    "transposed = is_transposed(weight)\n": ("transposed = False\n", "transposed"),
+    ", is_transposed(weight)\n": (", False\n", "transposed"),
     "if torch._C._cuda_getDevice() == index:": ("if True:", "device"),
     "current_stream(index)": ("0", "stream"),
 }
 ENDS_THE_PROCESS = (  # on a GPU
     "weight.data_ptr() != 0",
     "weight.data_ptr() % 16 == remainder",
-    "if not tables_are_there(quant_state):",
 )
 
 
@@ -1186,7 +1191,7 @@ def guards():
     """The text of the functions that hold the conditions."""
     cells = "\n".join(source for _, source in helpers.exports())
     text = ""
-    for name in ("call", "are_there", "fits", "is_unchanged", "can_be_kept"):
+    for name in ("call", "fits", "is_unchanged"):
         head = re.search(rf"^( *)def {name}\(.*\n", cells, re.M)
         indent = len(head[1])
         for line in cells[head.end() :].splitlines(True):
@@ -1220,10 +1225,11 @@ def test_the_removals_cover_the_whole_check():
         r"^ *(if .*?|elif .*?|while .*|for .*|.*continue)(?:  #.*)?$", guards(), re.M
     )
     assert decisions == [
-        "if not tables_are_there(quant_state):",
         "if weight_is_there:",
-        "elif fits(weight):",
+        "elif tables_are_there and fits(weight):",
         "if not is_unchanged(quant_state):",
+        "if state2 is not None:",
+        "if not state2_is_unchanged:",
     ]
 
 

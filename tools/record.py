@@ -41,15 +41,13 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "nf4_triton.ipynb"
 README = ROOT / "README.md"
 RESULTS = ROOT / "results"
-DTYPES = {"float16": "fp16", "bfloat16": "bf16", "original": "the challenge's mix"}
+DTYPES = {"float16": "fp16", "bfloat16": "bf16", "original": "mix"}
 BASELINES = {  # the rows of the table; a contender that does not exist on a machine has none
     "unsloth_today": "today's Unsloth ({unsloth})",
     "unsloth_buffer": "today's Unsloth into one buffer, each output overwritten",
     "unsloth_puzzle": "Unsloth's older path (three launches)",
     "peft": "PEFT ({peft})",
-    "kernel_grid": "our kernel through `kernel[grid]`",
 }
-IN_SHORT = ("unsloth_today", "unsloth_buffer")  # the rows for all but the first GPU
 MEASURED = (
     "gpu capability date versions cpu cores exact tune formats bandwidth calls host official_s "
     "harness floor compile compile_times t4_estimate launches memory score"
@@ -116,7 +114,7 @@ def execute(folder):
     paths = list((folder / "results").glob("*.json"))
     for path in paths:
         record = json.loads(path.read_text())
-        print(f"\n{record_table(record, [summary(record)])}\n")
+        print(f"\n{record_table([(record, [summary(record)])])}\n")
         print(f"launches are kept: {record['host']['kept']}")
         for row in record["compile"]:
             print("torch.compile:", ", ".join(f"{name} {value}" for name, value in row.items()))
@@ -176,50 +174,59 @@ def is_listed(found, runs):
     return any(found.items() <= run.items() for run in runs)
 
 
-def record_table(record, runs, shortly=False):
-    """A markdown table: the run that is shown, beside each ratio what the other runs gave.
+def record_table(shown):
+    """A markdown table: a row for each of the BASELINES that was raced, three columns for each GPU.
 
-    Of a single run, the range of its rounds. A row for each of the BASELINES that was raced;
-    shortly: only for those IN_SHORT.
+    shown  (record, list of all runs on its GPU) of each; in brackets, what the other runs gave
     """
-    name = record["gpu"]
-    if record.get("rehearsed"):
-        name += f", only rehearsed on {record['rehearsed_on']}"
-    titles = [f"**{name}**, {record['date']}: speedup over", *DTYPES.values()]
-    shown = summary(record)["ratios"]
-    rounds = {}
-    for entry in record["harness"]:
-        ratio = entry["ratio"]
-        rounds[entry["baseline"], entry["dtypes"]] = ratio["low"], ratio["high"]
-    others = [run for run in runs if not is_listed(summary(record), [run])]
-    rows = []
-    for baseline in IN_SHORT if shortly else BASELINES:
-        if baseline not in shown:
-            continue
-        cells = [BASELINES[baseline].format(**record["versions"])]
-        for dtype in DTYPES:
-            with_it = [run["ratios"] for run in others if baseline in run["ratios"]]
-            beside = spread([ratios[baseline][dtype] for ratios in with_it])
-            if not others:
-                beside = spread(rounds[baseline, dtype])
-            cells.append(f"**{shown[baseline][dtype]:.2f}**{beside}")
-        rows.append(cells)
-    table = markdown_table(titles, rows)
-    exact, gpu = record["exact"], record["gpu"]
-    told = f"Host: {record['cpu']}, {record['cores']} cores."
-    if not shortly:
-        told += f" {exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
-        if not others:
-            told += " In brackets: the range of the rounds."
+    titles = ["speedup over"]
+    rows = {baseline: [title] for baseline, title in BASELINES.items()}
+    for record, runs in shown:
+        first, *others = DTYPES.values()
+        titles += [f"{name_of(record)}: {first}", *others]
+        for baseline, row in rows.items():
+            row += ratios_over(baseline, record, others_than(record, runs))
+            row[0] = row[0].format(**record["versions"])
+    table = markdown_table(titles, [row for row in rows.values() if any(row[1:])])
+    return "\n\n".join([table, *(told_of(record, runs) for record, runs in shown)])
+
+
+def told_of(record, runs):
+    """What stands below the table of each GPU."""
+    others = others_than(record, runs)
+    exact = record["exact"]
+    told = (
+        f"**{name_of(record)}**, {record['date']}; host {record['cpu']}, {record['cores']} cores."
+    )
+    told += f" Of {exact['checked']:,} weights {exact['differing']} differ in a bit."
+    official = f"{official_ratio(record):.2f}{spread(list(map(official_ratio, others)))}"
+    told += f" `test_dequantize` alone: {official}."
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
         beside = "the other" if len(others) == 1 else f"the other {len(others)}"
         told += f" {len(runs)} runs: bold is {rule(record['median_of'], alone)}, in brackets"
-        told += f" {beside} (`results/{slug(gpu)}-runs.json`)."
-    official = f"{official_ratio(record):.2f}{spread(list(map(official_ratio, others)))}"
-    told += f" `test_dequantize` alone, by the medians of three: {official} over today's Unsloth."
-    return f"{table}\n\n{told}"
+        told += f" {beside} (`results/{slug(record['gpu'])}-runs.json`)."
+    return told
+
+
+def name_of(record):
+    if record.get("rehearsed"):
+        return f"{record['gpu']}, only rehearsed on {record['rehearsed_on']}"
+    return record["gpu"]
+
+
+def others_than(record, runs):
+    return [run for run in runs if not is_listed(summary(record), [run])]
+
+
+def ratios_over(baseline, record, others):
+    """A cell for each of DTYPES: the record's ratio, and in brackets the others'."""
+    shown = summary(record)["ratios"].get(baseline)
+    if shown is None:
+        return ["" for _ in DTYPES]
+    with_it = [run["ratios"][baseline] for run in others if baseline in run["ratios"]]
+    return [f"**{shown[dtype]:.2f}**{spread([run[dtype] for run in with_it])}" for dtype in DTYPES]
 
 
 def spread(ratios):
@@ -313,10 +320,8 @@ def restated(text, results):
         if start not in text:
             continue
         if name == "record":
-            tables = []
-            for each in found:
-                runs = results[f"{slug(each['gpu'])}-runs"]
-                tables.append(record_table(each, runs, shortly=each is not found[0]))
+            runs = [results[f"{slug(each['gpu'])}-runs"] for each in found]
+            tables = [record_table(list(zip(found, runs)))]
         else:
             tables = [ladder_table(results["roads"], variants=name == "variants")]
         table = "\n\n".join(tables)
