@@ -182,8 +182,7 @@ def record_table(shown):
     titles = ["speedup over"]
     rows = {baseline: [title] for baseline, title in BASELINES.items()}
     for record, runs in shown:
-        first, *others = DTYPES.values()
-        titles += [f"{name_of(record)}: {first}", *others]
+        titles += [f"{short_name(record['gpu'])} {dtype}" for dtype in DTYPES.values()]
         for baseline, row in rows.items():
             row += ratios_over(baseline, record, others_than(record, runs))
             row[0] = row[0].format(**record["versions"])
@@ -195,19 +194,23 @@ def told_of(record, runs):
     """What stands below the table of each GPU."""
     others = others_than(record, runs)
     exact = record["exact"]
-    told = (
-        f"**{name_of(record)}**, {record['date']}; host {record['cpu']}, {record['cores']} cores."
-    )
-    told += f" Of {exact['checked']:,} weights {exact['differing']} differ in a bit."
+    host = f"{record['cpu']}, {record['cores']} cores"
+    told = f"**{name_of(record)}**, {record['date']}, {host}:"
+    told += f" {exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
     official = f"{official_ratio(record):.2f}{spread(list(map(official_ratio, others)))}"
     told += f" `test_dequantize` alone: {official}."
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
         beside = "the other" if len(others) == 1 else f"the other {len(others)}"
-        told += f" {len(runs)} runs: bold is {rule(record['median_of'], alone)}, in brackets"
-        told += f" {beside} (`results/{slug(record['gpu'])}-runs.json`)."
+        bold = rule(record["median_of"], alone)
+        told += f" Of {len(runs)} runs {bold} is bold, {beside} in brackets."
     return told
+
+
+def short_name(gpu):
+    """NVIDIA H100 80GB HBM3 is an H100."""
+    return re.sub(r"^(NVIDIA|Tesla) ", "", gpu).split()[0]
 
 
 def name_of(record):
