@@ -48,6 +48,7 @@ BASELINES = {  # the rows of the table; a contender that does not exist on a mac
     "unsloth_puzzle": "Unsloth's older path (three launches)",
     "peft": "PEFT ({peft})",
 }
+OFFICIAL = "the same, `test_dequantize` alone"
 MEASURED = (
     "gpu capability date versions cpu cores exact tune formats bandwidth calls host official_s "
     "harness floor compile compile_times t4_estimate launches memory score"
@@ -181,12 +182,17 @@ def record_table(shown):
     """
     titles = ["speedup over"]
     rows = {baseline: [title] for baseline, title in BASELINES.items()}
+    official = [OFFICIAL]
     for record, runs in shown:
+        others = others_than(record, runs)
         titles += [f"{short_name(record['gpu'])} {dtype}" for dtype in DTYPES.values()]
         for baseline, row in rows.items():
-            row += ratios_over(baseline, record, others_than(record, runs))
+            row += ratios_over(baseline, record, others)
             row[0] = row[0].format(**record["versions"])
-    table = markdown_table(titles, [row for row in rows.values() if any(row[1:])])
+        ratio = f"**{official_ratio(record):.2f}**{spread(list(map(official_ratio, others)))}"
+        official += ["", "", ratio]  # each shape in its own dtype: the mix
+    first, *below = [row for row in rows.values() if any(row[1:])]
+    table = markdown_table(titles, [first, official, *below])
     return "\n\n".join([table, *(told_of(record, runs) for record, runs in shown)])
 
 
@@ -197,8 +203,6 @@ def told_of(record, runs):
     host = f"{record['cpu']}, {record['cores']} cores"
     told = f"**{name_of(record)}**, {record['date']}, {host}:"
     told += f" {exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
-    official = f"{official_ratio(record):.2f}{spread(list(map(official_ratio, others)))}"
-    told += f" `test_dequantize` alone: {official}."
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
@@ -251,7 +255,7 @@ def rule(n_runs, alone):
         return "the one alone on its host" if alone else "the last"
     which = "lower" if n_runs == 2 else "middle"
     those = f" of the {n_runs} alone on their host" if alone else ""
-    return f"the one{those} with the {which} fp16 speedup over today's Unsloth"
+    return f"the one{those} with the {which} fp16 speedup"
 
 
 def ladder_table(roads, variants=False):
