@@ -37,10 +37,10 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 2228  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 2227  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 111, ("kernel", "lookup", "words")
-HOST = 513
+HOST = 495
 HOST_CELLS = ("nf4", "check", "launch", "starter", "keep", "kept", "host-function")
 HOST_CELLS += ("conditions", "operator")
 STRETCH = 80  # unfolded lines before an output,
