@@ -285,14 +285,14 @@ def test_an_older_card_is_named(monkeypatch):
         exec(compile(CODE["origin"], "origin cell", "exec"), names)
 
 
-# How it is made.
-
-
 def test_a_gpu_without_nvidia_smi_is_named(monkeypatch):
     """There Unsloth was not installed, and its import would fail."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="no nvidia-smi: expected both or neither"):
         exec(compile(CODE["environment"], "environment cell", "exec"), {"HAS_GPU": False})
+
+
+# How it is made.
 
 
 def test_definition_cells_are_plain_python_for_3_10():
@@ -846,6 +846,30 @@ def test_all_gpus_stand_in_one_table(a_record):
     assert official.endswith("alone |" + 2 * "  |  | **1.44** |")
     assert three.count("**2.00**") == 6 and peft == "| PEFT (3.4) |  |  |  |" + 3 * " **3.00** |"
     assert [line[:14] for line in below if line] == ["**NVIDIA B**, ", "**NVIDIA A**, "]
+
+
+def test_versions_that_differ_are_both_named(a_record):
+    shown = []
+    for gpu, unsloth in (("NVIDIA A", "1.2"), ("NVIDIA B", "1.3")):
+        found = a_record(1.6, gpu)
+        found["versions"] = found["versions"] | {"unsloth": unsloth}
+        shown.append((found, [record.summary(found)]))
+    rows = record.record_table(shown).splitlines()
+    assert rows[2].startswith("| today's Unsloth (1.2) or today's Unsloth (1.3) |")
+    assert rows[5].startswith("| PEFT (3.4) |")
+
+
+def test_a_run_without_todays_unsloth_is_told_without_a_table(
+    a_record, tmp_path, monkeypatch, capsys
+):
+    """The notebook leaves a contender out that does not work, and records no `official_s` then."""
+    found = a_record(1.6)
+    del found["official_s"]
+    write_run(tmp_path, found)
+    monkeypatch.setattr(record, "run", lambda folder: nbformat.v4.new_notebook())
+    record.execute(tmp_path)
+    told = capsys.readouterr().out
+    assert "tesla-t4.json lacks official_s: no table" in told and "executed: " in told
 
 
 def test_the_races_table(nf4, a_record):

@@ -115,7 +115,10 @@ def execute(folder):
     paths = list((folder / "results").glob("*.json"))
     for path in paths:
         record = json.loads(path.read_text())
-        print(f"\n{record_table([(record, [summary(record)])])}\n")
+        if missing := lacking(record):  # no race against today's Unsloth, say
+            print(f"\n{path.name} lacks {', '.join(missing)}: no table\n")
+        else:
+            print(f"\n{record_table([(record, [summary(record)])])}\n")
         print(f"launches are kept: {record['host']['kept']}")
         for row in record["compile"]:
             print("torch.compile:", ", ".join(f"{name} {value}" for name, value in row.items()))
@@ -181,14 +184,15 @@ def record_table(shown):
     shown  (record, list of all runs on its GPU) of each; in brackets, what the other runs gave
     """
     titles = ["speedup over"]
-    rows = {baseline: [title] for baseline, title in BASELINES.items()}
-    official = [OFFICIAL]
+    rows, official = {}, [OFFICIAL]
+    for baseline, title in BASELINES.items():
+        named = [title.format(**record["versions"]) for record, _ in shown]
+        rows[baseline] = [" or ".join(dict.fromkeys(named))]  # versions may differ
     for record, runs in shown:
         others = others_than(record, runs)
         titles += [f"{short_name(record['gpu'])} {dtype}" for dtype in DTYPES.values()]
         for baseline, row in rows.items():
             row += ratios_over(baseline, record, others)
-            row[0] = row[0].format(**record["versions"])
         ratio = f"**{official_ratio(record):.2f}**{spread(list(map(official_ratio, others)))}"
         official += ["", "", ratio]  # each shape in its own dtype: the mix
     first, *below = [row for row in rows.values() if any(row[1:])]
@@ -443,17 +447,22 @@ def readable(path):
     return value
 
 
-def objections(run, notebook, listed, rehearsed):
-    """A sentence for all that speaks against taking this run in."""
-    yield from objections_to_outputs(run, notebook)
-    record = run.record
+def lacking(record):
+    """The entries of a complete record that this one has not."""
     needed = set(MEASURED)
     if "T4" in record.get("gpu", ""):
         needed.discard("t4_estimate")  # it was measured
     if not record.get("host", {}).get("kept"):
         needed.discard("floor")  # there is no bare call to compare with
-    if lacking := needed - set(record):
-        yield f"{run.name}.json lacks {', '.join(sorted(lacking))}"
+    return sorted(needed - set(record))
+
+
+def objections(run, notebook, listed, rehearsed):
+    """A sentence for all that speaks against taking this run in."""
+    yield from objections_to_outputs(run, notebook)
+    record = run.record
+    if missing := lacking(record):
+        yield f"{run.name}.json lacks {', '.join(missing)}"
         return
     if run.name != slug(record["gpu"]):
         yield f"{run.name}.json is the record of a {record['gpu']}"
@@ -465,8 +474,8 @@ def objections(run, notebook, listed, rehearsed):
         yield "its score has no total"
     found = summary(record)
     for baseline in {"unsloth_today", *found["ratios"]}:
-        if lacking := set(DTYPES) - set(found["ratios"].get(baseline, ())):
-            yield f"no race against {baseline} in {', '.join(sorted(lacking))}"
+        if unraced := set(DTYPES) - set(found["ratios"].get(baseline, ())):
+            yield f"no race against {baseline} in {', '.join(sorted(unraced))}"
     if is_listed(found, listed):
         yield "it is adopted already"
     for picture in run.pictures:
