@@ -33,6 +33,7 @@ import os
 import re
 import shlex
 import shutil
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -155,12 +156,16 @@ def load_all():
 
 
 def records(results):
-    """The record of each GPU: a T4's first, then those of GPUs on which the tests were run."""
+    """The record of each GPU: a T4's first, then those of GPUs on which the tests were run.
+
+    A record with a `commit` is of the notebook as it was then; no table shows it.
+    """
 
     def place(record):
         return "T4" not in record["gpu"], "robustness" not in record, record["gpu"]
 
-    return sorted((value for value in results.values() if "harness" in value), key=place)
+    current = [found for found in results.values() if "harness" in found and "commit" not in found]
+    return sorted(current, key=place)
 
 
 def summary(record):
@@ -249,8 +254,8 @@ def spread(ratios):
 
 
 def official_ratio(run):
-    """Today's Unsloth over ours, by test_dequantize."""
-    return run["official_s"]["ratio"]
+    """Today's Unsloth over ours, by test_dequantize: the median of its turns' ratios."""
+    return statistics.median(row["ratio"] for row in run["official_s"])
 
 
 def rule(n_runs, alone):

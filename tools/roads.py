@@ -39,7 +39,10 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 ours = helpers.load()
 
 # Two loops: the first loads all scales, then the words are loaded, and the second does the rest.
-WORDS_LOADED = "    words = _load_words(byte_ptr, thread, left, STEPS, WHOLE)"
+WORDS_LOADED = """    if WHOLE:
+        words = _load_words(byte_ptr, thread, STEPS)  # issued before the other loads
+    else:
+        words = _load_words_or_bytes(byte_ptr, thread, left, STEPS)"""
 LOOKED_UP = "        codes = _look_up(words[step], code, code_ptr, ASSEMBLY)\n"
 SECOND_LOOP = "    for step in tl.static_range(STEPS):\n"
 two_loops = helpers.load(
