@@ -43,7 +43,7 @@ HOST = 495
 HOST_CELLS = ("nf4", "check", "launch", "starter", "keep", "kept", "host-function")
 HOST_CELLS += ("conditions", "operator")
 STRETCH = 80  # unfolded lines before an output,
-KERNEL_STRETCH = 83  # and where they begin with the kernel, which with its look-up may be longest
+KERNEL_STRETCH = 92  # and where they begin with the kernel, which with its look-up may be longest
 
 
 # It runs.
@@ -675,7 +675,7 @@ def test_the_tally_of_a_run_that_is_cut(tmp_path):
 # A run is taken in.
 
 
-OFFICIALLY = "| the same, `test_dequantize` alone |  |  | **{}**{} |"
+OFFICIALLY = "| today's Unsloth (1.2), by `test_dequantize` |  |  | **{}**{} |"
 TOLD = "**Tesla T4**, 2026-11-22, A Processor, 2 cores:"
 TOLD += " 1,234,567 comparisons bit for bit, 0 differ."
 DOCUMENT = """<!-- record:start -->
@@ -806,8 +806,8 @@ def test_the_tables_of_a_record(a_record):
     assert record.record_table([(a_record(1.6), runs)]).splitlines() == [
         "| speedup over | T4 fp16 | T4 bf16 | T4 mix |",
         "| --- | --- | --- | --- |",
-        "| today's Unsloth (1.2) |" + 3 * " **1.60** (1.40–1.75) |",
         OFFICIALLY.format("1.44", " (1.26–1.57)"),
+        "| today's Unsloth (1.2) |" + 3 * " **1.60** (1.40–1.75) |",
         "| Unsloth's older path (three launches) |" + 3 * " **2.00** (2.00) |",
         "| PEFT (3.4) |" + 3 * " **3.00** (3.00) |",
         "",
@@ -829,10 +829,10 @@ def test_all_gpus_stand_in_one_table(a_record):
         results[record.slug(gpu)] = found
         results[record.slug(gpu) + "-runs"] = [record.summary(found)]
     text = record.restated("<!-- record:start -->\n<!-- record:end -->", results)
-    _, titles, _, today, official, three, peft, *below, _ = text.splitlines()
+    _, titles, _, official, today, three, peft, *below, _ = text.splitlines()
     assert titles == "| speedup over | B fp16 | B bf16 | B mix | A fp16 | A bf16 | A mix |"
     assert today == "| today's Unsloth (1.2) |" + 6 * " **1.60** |"
-    assert official.endswith("alone |" + 2 * "  |  | **1.44** |")
+    assert official.endswith("`test_dequantize` |" + 2 * "  |  | **1.44** |")
     assert three.count("**2.00**") == 6 and peft == "| PEFT (3.4) |  |  |  |" + 3 * " **3.00** |"
     assert [line[:14] for line in below if line] == ["**NVIDIA B**, ", "**NVIDIA A**, "]
 
@@ -844,7 +844,9 @@ def test_versions_that_differ_are_both_named(a_record):
         found["versions"] = found["versions"] | {"unsloth": unsloth}
         shown.append((found, [record.summary(found)]))
     rows = record.record_table(shown).splitlines()
-    assert rows[2].startswith("| today's Unsloth (1.2) or today's Unsloth (1.3) |")
+    both = "| today's Unsloth (1.2) or today's Unsloth (1.3)"
+    assert rows[2].startswith(both + ", by `test_dequantize` |")
+    assert rows[3].startswith(both + " |")
     assert rows[5].startswith("| PEFT (3.4) |")
 
 

@@ -49,7 +49,7 @@ BASELINES = {  # the rows of the table; a contender that does not exist on a mac
     "unsloth_puzzle": "Unsloth's older path (three launches)",
     "peft": "PEFT ({peft})",
 }
-OFFICIAL = "the same, `test_dequantize` alone"
+OFFICIAL = "{}, by `test_dequantize`"
 MEASURED = (
     "gpu capability date versions cpu cores exact tune formats bandwidth calls host official_s "
     "harness floor compile compile_times t4_estimate launches memory score"
@@ -189,10 +189,11 @@ def record_table(shown):
     shown  (record, list of all runs on its GPU) of each; in brackets, what the other runs gave
     """
     titles = ["speedup over"]
-    rows, official = {}, [OFFICIAL]
+    rows = {}
     for baseline, title in BASELINES.items():
         named = [title.format(**record["versions"]) for record, _ in shown]
         rows[baseline] = [" or ".join(dict.fromkeys(named))]  # versions may differ
+    official = [OFFICIAL.format(*rows["unsloth_today"])]
     for record, runs in shown:
         others = others_than(record, runs)
         titles += [f"{short_name(record['gpu'])} {dtype}" for dtype in DTYPES.values()]
@@ -200,8 +201,8 @@ def record_table(shown):
             row += ratios_over(baseline, record, others)
         ratio = f"**{official_ratio(record):.2f}**{spread(list(map(official_ratio, others)))}"
         official += ["", "", ratio]  # each shape in its own dtype: the mix
-    first, *below = [row for row in rows.values() if any(row[1:])]
-    table = markdown_table(titles, [first, official, *below])
+    raced = [row for row in rows.values() if any(row[1:])]
+    table = markdown_table(titles, [official, *raced])
     return "\n\n".join([table, *(told_of(record, runs) for record, runs in shown)])
 
 
