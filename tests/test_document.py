@@ -675,9 +675,10 @@ def test_the_tally_of_a_run_that_is_cut(tmp_path):
 # A run is taken in.
 
 
-OFFICIALLY = "| today's Unsloth (1.2), by `test_dequantize` |  |  | **{}**{} |"
+OFFICIALLY = "| today's Unsloth (1.2), by `test_dequantize` |  |  | {} |"
 TOLD = "**Tesla T4**, 2026-11-22, A Processor, 2 cores:"
 TOLD += " 1,234,567 comparisons bit for bit, 0 differ."
+RANGE = "The table gives the range of {} runs; the outputs below are of {}."
 DOCUMENT = """<!-- record:start -->
 <!-- record:end -->
 
@@ -782,7 +783,7 @@ def test_a_t4s_run_is_adopted(copy):
     notebook = nbformat.read(record.NOTEBOOK, as_version=4)
     for stated in (notebook.cells[0].source, record.README.read_text()):
         assert stated.index("**Tesla T4**") < stated.index("**NVIDIA H200**")
-        assert "| **1.23** |" in stated
+        assert "| 1.23 |" in stated
         assert TOLD in stated
         assert "unmeasured" not in stated and "no time has been measured" not in stated
         assert record.restated(stated, record.load_all()) == stated
@@ -806,17 +807,15 @@ def test_the_tables_of_a_record(a_record):
     assert record.record_table([(a_record(1.6), runs)]).splitlines() == [
         "| speedup over | T4 fp16 | T4 bf16 | T4 mix |",
         "| --- | --- | --- | --- |",
-        OFFICIALLY.format("1.44", " (1.26–1.57)"),
-        "| today's Unsloth (1.2) |" + 3 * " **1.60** (1.40–1.75) |",
-        "| Unsloth's older path (three launches) |" + 3 * " **2.00** (2.00) |",
-        "| PEFT (3.4) |" + 3 * " **3.00** (3.00) |",
+        OFFICIALLY.format("1.26–1.57"),
+        "| today's Unsloth (1.2) |" + 3 * " 1.40–1.75 |",
+        "| Unsloth's older path (three launches) |" + 3 * " 2.00 |",
+        "| PEFT (3.4) |" + 3 * " 3.00 |",
         "",
         TOLD,
     ]
     shown = record.record_table([(a_record(1.6) | {"median_of": 3}, runs)]).splitlines()[-1]
-    assert shown == (
-        TOLD + " Of 3 runs the one with the middle fp16 speedup is bold, the other 2 in brackets."
-    )
+    assert shown == TOLD + " " + RANGE.format(3, "the one with the middle fp16 speedup")
 
 
 def test_all_gpus_stand_in_one_table(a_record):
@@ -831,9 +830,9 @@ def test_all_gpus_stand_in_one_table(a_record):
     text = record.restated("<!-- record:start -->\n<!-- record:end -->", results)
     _, titles, _, official, today, three, peft, *below, _ = text.splitlines()
     assert titles == "| speedup over | B fp16 | B bf16 | B mix | A fp16 | A bf16 | A mix |"
-    assert today == "| today's Unsloth (1.2) |" + 6 * " **1.60** |"
-    assert official.endswith("`test_dequantize` |" + 2 * "  |  | **1.44** |")
-    assert three.count("**2.00**") == 6 and peft == "| PEFT (3.4) |  |  |  |" + 3 * " **3.00** |"
+    assert today == "| today's Unsloth (1.2) |" + 6 * " 1.60 |"
+    assert official.endswith("`test_dequantize` |" + 2 * "  |  | 1.44 |")
+    assert three.count("2.00") == 6 and peft == "| PEFT (3.4) |  |  |  |" + 3 * " 3.00 |"
     assert [line[:14] for line in below if line] == ["**NVIDIA B**, ", "**NVIDIA A**, "]
 
 
@@ -1025,10 +1024,9 @@ def test_of_several_runs_the_median_one_is_shown(copy, a_record, tmp_path, capsy
     assert origin.outputs[0].text == f"run {shown}"
     assert (record.RESULTS / "tesla-t4-calls.png").read_bytes() == f"calls, run {shown}".encode()
     stated = record.README.read_text()
-    others = [ratio for ratio in ratios if ratio != shown]
-    assert f"**{shown:.2f}** ({min(others):.2f}–{max(others):.2f})" in stated
+    assert f"| {min(ratios):.2f}–{max(ratios):.2f} |" in stated
     rule = "the one with the middle fp16 speedup"
-    assert f"Of {len(ratios)} runs {rule} is bold, the other" in stated
+    assert RANGE.format(len(ratios), rule) in stated
     printed = capsys.readouterr().out
     assert f"shown is {tmp_path / str(shown)}, {shown:.3f}: {rule}" in printed
 
@@ -1053,8 +1051,8 @@ def test_a_second_run_lengthens_the_list(copy, a_record):
     assert result("tesla-t4")["robustness"] == {"cases": 5}
     assert result("tesla-t4")["timed"] == {"gpu": "a", "date": None, "training_ms_small": 1.0}
     stated = record.README.read_text()
-    assert "**1.50** (1.23)" in stated
-    assert "Of 2 runs the last is bold, the other in brackets." in stated
+    assert "| 1.23–1.50 |" in stated
+    assert RANGE.format(2, "the last") in stated
 
 
 def test_a_notebook_without_cell_ids_is_adopted(copy):
@@ -1242,8 +1240,8 @@ def test_a_run_on_a_busy_host_is_listed_and_not_shown(copy, a_record, tmp_path):
     record.adopt(*folders)
     assert result("tesla-t4")["median_of"] == 1
     stated = record.README.read_text()
-    assert "**1.30** (1.10–1.20)" in stated
-    told = "Of 3 runs the one alone on its host is bold, the other 2 in brackets."
+    assert "| 1.10–1.30 |" in stated
+    told = RANGE.format(3, "the one alone on its host")
     assert told in stated
 
 
@@ -1253,7 +1251,8 @@ def test_where_every_host_was_busy_none_is_called_alone(copy, a_record, tmp_path
         (folder / "note.txt").write_text("tests ran beside it")
     record.adopt(*folders)
     assert result("tesla-t4")["median_of"] == 3
-    assert "Of 3 runs the one with the middle fp16 speedup" in record.README.read_text()
+    rule = "the one with the middle fp16 speedup"
+    assert RANGE.format(3, rule) in record.README.read_text()
 
 
 def test_runs_of_two_gpus_are_not_mixed(copy, a_record, tmp_path):

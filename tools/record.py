@@ -186,7 +186,7 @@ def is_listed(found, runs):
 def record_table(shown):
     """A markdown table: a row for each of the BASELINES that was raced, three columns for each GPU.
 
-    shown  (record, list of all runs on its GPU) of each; in brackets, what the other runs gave
+    shown  (record, list of all runs on its GPU) of each; a cell is the range over all of them
     """
     titles = ["speedup over"]
     rows = {}
@@ -195,11 +195,12 @@ def record_table(shown):
         rows[baseline] = [" or ".join(dict.fromkeys(named))]  # versions may differ
     official = [OFFICIAL.format(*rows["unsloth_today"])]
     for record, runs in shown:
-        others = others_than(record, runs)
+        all_runs = [summary(record), *others_than(record, runs)]
         titles += [f"{short_name(record['gpu'])} {dtype}" for dtype in DTYPES.values()]
         for baseline, row in rows.items():
-            row += ratios_over(baseline, record, others)
-        ratio = f"**{official_ratio(record):.2f}**{spread(list(map(official_ratio, others)))}"
+            with_it = [run["ratios"][baseline] for run in all_runs if baseline in run["ratios"]]
+            row += [spread([run[dtype] for run in with_it]) for dtype in DTYPES]
+        ratio = spread(list(map(official_ratio, all_runs)))
         official += ["", "", ratio]  # each shape in its own dtype: the mix
     raced = [row for row in rows.values() if any(row[1:])]
     table = markdown_table(titles, [official, *raced])
@@ -208,7 +209,6 @@ def record_table(shown):
 
 def told_of(record, runs):
     """What stands below the table of each GPU."""
-    others = others_than(record, runs)
     exact = record["exact"]
     host = f"{record['cpu']}, {record['cores']} cores"
     told = f"**{name_of(record)}**, {record['date']}, {host}:"
@@ -216,9 +216,10 @@ def told_of(record, runs):
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
-        beside = "the other" if len(others) == 1 else f"the other {len(others)}"
-        bold = rule(record["median_of"], alone)
-        told += f" Of {len(runs)} runs {bold} is bold, {beside} in brackets."
+        outputs = rule(record["median_of"], alone)
+        told += (
+            f" The table gives the range of {len(runs)} runs; the outputs below are of {outputs}."
+        )
     return told
 
 
@@ -237,21 +238,12 @@ def others_than(record, runs):
     return [run for run in runs if not is_listed(summary(record), [run])]
 
 
-def ratios_over(baseline, record, others):
-    """A cell for each of DTYPES: the record's ratio, and in brackets the others'."""
-    shown = summary(record)["ratios"].get(baseline)
-    if shown is None:
-        return ["" for _ in DTYPES]
-    with_it = [run["ratios"][baseline] for run in others if baseline in run["ratios"]]
-    return [f"**{shown[dtype]:.2f}**{spread([run[dtype] for run in with_it])}" for dtype in DTYPES]
-
-
 def spread(ratios):
-    """One figure in brackets, or the range of several."""
+    """One figure, or the range of several; nothing of none."""
     if not ratios:
         return ""
     least, greatest = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-    return f" ({least})" if least == greatest else f" ({least}–{greatest})"
+    return least if least == greatest else f"{least}–{greatest}"
 
 
 def official_ratio(run):
