@@ -21,6 +21,7 @@ from pathlib import Path
 
 import helpers
 import nbformat
+import pandas as pd
 import pytest
 import record
 import torch
@@ -509,6 +510,8 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "2.5": "601 GB by 240 GB/s, seconds",
     "1.05": "the challenge's first bar",
     "1.10": "its second",
+    "1.03": "the least of a T4's estimates against Unsloth's one buffer (tested)",
+    "1.04": "the greatest, likewise (tested)",
     "1.9": "how much slower the driver is on Colab's host",
     "2.85": "how much slower Python is on Colab's host",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",
@@ -941,6 +944,20 @@ def test_what_a_call_takes_beyond_its_kernel(nf4):
 def estimated():
     """The record that holds the estimate for a T4."""
     return next(entry for entry in record.records(RESULTS) if "t4_estimate" in entry)
+
+
+def test_the_estimate_against_unsloths_one_buffer(nf4, estimated):
+    """What section 7 says of it, were our kernel as fast as a copy."""
+    frame = pd.DataFrame(nf4.beyond_the_kernel(estimated))
+    smaller = frame[frame["shape"] != nf4.size_of(nf4.LARGE)]
+    host_s = smaller.groupby("who").beyond_us.mean() * nf4.N_CALLS / 1e6
+    moving_s = nf4.N_WEIGHTS * nf4.BYTES_MOVED / nf4.T4_COPY
+    ratios = []
+    for factor in nf4.FACTORS:
+        theirs, ours = (moving_s + factor * host_s[who] for who in ("unsloth_buffer", "ours"))
+        ratios.append(theirs / ours)
+    stated = "Unsloth's one buffer the formula gives {:.2f} to {:.2f} at best".format(*ratios)
+    assert stated in MARKDOWN["t4-text"]
 
 
 def test_the_hosts_factors_are_those_recorded(nf4):
