@@ -681,7 +681,7 @@ def test_the_tally_of_a_run_that_is_cut(tmp_path):
 OFFICIALLY = "| today's Unsloth (1.2), by `test_dequantize` |  |  | {} |"
 TOLD = "**Tesla T4**, 2026-11-22, A Processor, 2 cores:"
 TOLD += " 1,234,567 comparisons bit for bit, 0 differ."
-RANGE = "The table gives the range of {} runs; the outputs below are of {}."
+RANGE = "The table gives the range of {} runs; the notebook's outputs are of {}."
 DOCUMENT = """<!-- record:start -->
 <!-- record:end -->
 
@@ -839,6 +839,15 @@ def test_all_gpus_stand_in_one_table(a_record):
     assert [line[:14] for line in below if line] == ["**NVIDIA B**, ", "**NVIDIA A**, "]
 
 
+def test_the_record_of_an_earlier_notebook_stands_in_no_table(a_record):
+    """Its `commit` says which; a figure of it may still be quoted."""
+    current, earlier = a_record(1.6, "NVIDIA A"), a_record(1.7, "NVIDIA B") | {"commit": "5a82cab"}
+    results = {"nvidia-a": current, "nvidia-b": earlier}
+    assert record.records(results) == [current]
+    text = record.restated("<!-- =nvidia-b/harness/2/ratio/median -->0.00<!-- / -->", results)
+    assert ">1.70<" in text
+
+
 def test_versions_that_differ_are_both_named(a_record):
     shown = []
     for gpu, unsloth in (("NVIDIA A", "1.2"), ("NVIDIA B", "1.3")):
@@ -944,6 +953,23 @@ def test_what_a_call_takes_beyond_its_kernel(nf4):
 def estimated():
     """The record that holds the estimate for a T4."""
     return next(entry for entry in record.records(RESULTS) if "t4_estimate" in entry)
+
+
+def test_what_the_claim_says_of_the_turns_and_of_a_t4(nf4, estimated):
+    """Marked figures are those of their places; here, that these places are the right ones."""
+    claim = " ".join(record.FIGURE.sub(r"\2", MARKDOWN["claim-text"]).split())
+    turns = [row["ratio"] for row in estimated["official_s"]]
+    assert f"from {min(turns):.2f} to {max(turns):.2f}: its host drifted" in claim
+    frame = pd.DataFrame(estimated["t4_estimate"])
+    seconds = frame.pivot(index=["share", "factor"], columns="who", values="seconds")
+    ratios = seconds["unsloth_today"] / seconds["ours"]
+    fast, slow = ratios[1.0], ratios[0.87]
+    expected = f"{fast.min():.2f} to {fast.max():.2f} over today's Unsloth, or as little as"
+    expected += f" {slow.min():.2f} should our kernel reach only 87 % of a copy's speed:"
+    points = [9 + sum(more for bar, more in nf4.BARS if ratio >= bar) for ratio in ratios]
+    expected += f" {min(points)} to {max(points)} of the challenge's"
+    assert slow.min() > 1, "no points are lost"
+    assert expected in claim
 
 
 def test_the_estimate_against_unsloths_one_buffer(nf4, estimated):

@@ -216,10 +216,8 @@ def told_of(record, runs):
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
-        outputs = rule(record["median_of"], alone)
-        told += (
-            f" The table gives the range of {len(runs)} runs; the outputs below are of {outputs}."
-        )
+        told += f" The table gives the range of {len(runs)} runs; the notebook's outputs are of"
+        told += f" {rule(record['median_of'], alone)}."
     return told
 
 
