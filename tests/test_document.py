@@ -37,14 +37,14 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 2226  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 2225  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 119, ("kernel", "lookup", "words")
 HOST = 495
 HOST_CELLS = ("nf4", "check", "launch", "starter", "keep", "kept", "host-function")
 HOST_CELLS += ("conditions", "operator")
 STRETCH = 80  # unfolded lines before an output,
-KERNEL_STRETCH = 92  # and where they begin with the kernel, which with its look-up may be longest
+KERNEL_STRETCH = 91  # and where they begin with the kernel, which with its look-up may be longest
 
 
 # It runs.
