@@ -37,10 +37,10 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 2225  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 2262  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 119, ("kernel", "lookup", "words")
-HOST = 495
+HOST = 514
 HOST_CELLS = ("nf4", "check", "launch", "starter", "keep", "kept", "host-function")
 HOST_CELLS += ("conditions", "operator")
 STRETCH = 80  # unfolded lines before an output,
@@ -510,8 +510,6 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "2.5": "601 GB by 240 GB/s, seconds",
     "1.05": "the challenge's first bar",
     "1.10": "its second",
-    "1.03": "the least of a T4's estimates against Unsloth's one buffer (tested)",
-    "1.04": "the greatest, likewise (tested)",
     "1.9": "how much slower the driver is on Colab's host",
     "2.85": "how much slower Python is on Colab's host",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",
@@ -884,7 +882,7 @@ def test_the_races_table(nf4, a_record):
     shapes = ["{} x {}".format(*shape) for shape in nf4.HARNESS_SHAPES]
     assert list(table["µs a call in the mix"]) == [*shapes, "sum"]
     assert list(table["their time / ours"]) == ["fp16", "bf16", "mix"]
-    assert list(table["the mix's rounds"]) == ["lowest", "highest"] and len(table.columns) == 9
+    assert list(table["the mix, by rounds"]) == ["least", "greatest"] and len(table.columns) == 9
     assert table.loc["ours"].tolist()[:4] == [1.0, 1.0, 1.0, 3.0]
     assert table.loc["ours"].isna().tolist() == 4 * [False] + 5 * [True]
     expected = 3 * [1.6] + [4.8] + 3 * [1.6] + [1.5, 1.7]
@@ -895,7 +893,8 @@ def test_the_estimate_for_a_t4(nf4):
     """By hand: ours takes 50 us for 40 of kernel here, Unsloth's 72 for 42, in the mean of the
     smaller shapes; the largest does not count."""
     harness, formats = [], []
-    times = {"kernel_grid": 71.0, "unsloth_today": 72.0, "unsloth_puzzle": 100.0, "peft": 150.0}
+    times = {"kernel_grid": 71.0, "unsloth_today": 72.0, "unsloth_buffer": 60.0}
+    times |= {"unsloth_puzzle": 100.0, "peft": 150.0}
     for dtype, baseline in itertools.product(("float16", "bfloat16", "original"), times):
         entry = {"dtypes": dtype, "baseline": baseline, "ours_us": [45.0, 55.0, 500.0]}
         harness.append(entry | {"baseline_us": [times[baseline], times[baseline], 800.0]})
@@ -905,7 +904,7 @@ def test_the_estimate_for_a_t4(nf4):
     found = {"harness": harness, "formats": formats}
     rows = nf4.t4_estimate(found)
     seconds = {(row["share"], row["factor"], row["who"]): row["seconds"] for row in rows}
-    assert len(seconds) == len(rows) == 3 * 2 * 3
+    assert len(seconds) == len(rows) == 3 * 2 * 4
     n_weights = 3000 * (2048 * 8192 + 1024 * 4096 + 4096 * 14336)
     moving = n_weights * (0.5 + 1 / 64 + 2) / 240e9
     assert seconds[1.0, 2.85, "ours"] == pytest.approx(moving + 2.85 * 9000 * 10e-6)
@@ -915,14 +914,18 @@ def test_the_estimate_for_a_t4(nf4):
     for share in (1.0, 0.95, 0.87):  # ours alone is slower
         theirs = seconds[share, 2.85, "unsloth_today"]
         assert theirs == pytest.approx(moving + 2.85 * 9000 * 30e-6)
+        buffer = seconds[share, 1.9, "unsloth_buffer"]
+        assert buffer == pytest.approx(moving + 1.9 * 9000 * 18e-6)
         three = seconds[share, 2.85, "unsloth_puzzle"]
         assert three == pytest.approx(moving * more + 2.85 * three_here)
     table = nf4.t4_table(rows)
-    assert len(table) == 6
-    last = table.iloc[5]
-    ratio = theirs / seconds[0.87, 2.85, "ours"]
-    assert last["their time / ours", "today's Unsloth"] == pytest.approx(ratio)
-    assert last["seconds", "the three launches"] == pytest.approx(three)
+    assert len(table) == 3 and len(table.columns) == 3 * 2
+    last = table.loc["our kernel at 87 % of a copy's speed"]
+    ours = seconds[0.87, 2.85, "ours"]
+    assert last["today's Unsloth", "host × 2.85"] == pytest.approx(theirs / ours)
+    assert last["the three launches", "host × 2.85"] == pytest.approx(three / ours)
+    ratio = buffer / seconds[0.87, 1.9, "ours"]
+    assert last["today's Unsloth, one buffer", "host × 1.9"] == pytest.approx(ratio)
 
 
 def test_what_a_call_takes_beyond_its_kernel(nf4):
@@ -959,7 +962,7 @@ def test_what_the_claim_says_of_the_turns_and_of_a_t4(nf4, estimated):
     """Marked figures are those of their places; here, that these places are the right ones."""
     claim = " ".join(record.FIGURE.sub(r"\2", MARKDOWN["claim-text"]).split())
     turns = [row["ratio"] for row in estimated["official_s"]]
-    assert f"from {min(turns):.2f} to {max(turns):.2f}: its host drifted" in claim
+    assert f"in the run below lay between {min(turns):.2f} and {max(turns):.2f}." in claim
     frame = pd.DataFrame(estimated["t4_estimate"])
     seconds = frame.pivot(index=["share", "factor"], columns="who", values="seconds")
     ratios = seconds["unsloth_today"] / seconds["ours"]
@@ -970,23 +973,6 @@ def test_what_the_claim_says_of_the_turns_and_of_a_t4(nf4, estimated):
     expected += f" {min(points)} to {max(points)} of the challenge's"
     assert slow.min() > 1, "no points are lost"
     assert expected in claim
-
-
-def test_the_estimate_against_unsloths_one_buffer(nf4, estimated):
-    """What section 7 says of it, were our kernel as fast as a copy: the formula, with the buffer's
-    calls in the place of today's Unsloth's."""
-    kept = [row for row in estimated["harness"] if row["baseline"] != "unsloth_today"]
-    swapped = [
-        row | {"baseline": row["baseline"].replace("unsloth_buffer", "unsloth_today")}
-        for row in kept
-    ]
-    rows = nf4.t4_estimate(estimated | {"harness": swapped})
-    seconds = {(row["share"], row["factor"], row["who"]): row["seconds"] for row in rows}
-    ratios = []
-    for factor in nf4.FACTORS:
-        ratios.append(seconds[1.0, factor, "unsloth_today"] / seconds[1.0, factor, "ours"])
-    stated = "Unsloth's one buffer the formula gives {:.2f} to {:.2f} at best".format(*ratios)
-    assert stated in MARKDOWN["t4-text"]
 
 
 def test_the_hosts_factors_are_those_recorded(nf4):

@@ -1093,9 +1093,8 @@ def test_a_state_that_changes_during_its_first_launch(kept, device, monkeypatch,
                 kept.dequantize_nf4(weight, state)
 
 
-@pytest.mark.gpu
-def test_a_start_that_writes_nothing_is_refused(nf4, monkeypatch):
-    """Though the blocks that it may get held the same weight a moment ago."""
+def try_a_start_that_writes_nothing(nf4, monkeypatch):
+    """The weight and state of a first call, whose trial got a block that held the same weight."""
     monkeypatch.setattr(nf4, "KEEPING_FAULT", {})
     tried = []
     monkeypatch.setattr(nf4, "launch_kernel", lambda *given: tried.append(given[-2][0]))
@@ -1104,12 +1103,25 @@ def test_a_start_that_writes_nothing_is_refused(nf4, monkeypatch):
     alike = [dequantize_4bit(weight.data, state) for _ in range(8)]
     blocks = {out.data_ptr() for out in alike}
     del alike
-    with pytest.warns(UserWarning, match="launches are not kept here.*other bits"):
-        nf4.dequantize_nf4(weight, state)
+    nf4.dequantize_nf4(weight, state)
     assert len(tried) == 1 and tried[0] in blocks, "it held something else: nothing is tested"
+    return weight, state
+
+
+@pytest.mark.gpu
+def test_a_start_that_writes_nothing_is_refused(nf4, monkeypatch):
+    with pytest.warns(UserWarning, match="launches are not kept here.*other bits"):
+        weight, state = try_a_start_that_writes_nothing(nf4, monkeypatch)
     for _ in range(2):
         check_right(nf4, weight, state)
     assert state._nf4_launch is None
+
+
+@pytest.mark.gpu
+def test_without_its_nans_such_a_start_would_be_taken(monkeypatch):
+    weakened = helpers.load("nf4_without_nans", ("torch.full_like(out, math.nan)", "None"))
+    _, state = try_a_start_that_writes_nothing(weakened, monkeypatch)
+    assert state._nf4_launch is not None
 
 
 CONDITIONS = {  # of a kept launch -> the case above that must fail without it
@@ -1135,8 +1147,7 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     "weight.data_ptr() % 16 == remainder": "weight at an odd address",
     "not weight.is_neg()": "negated",
     "not wants_operators()": ("traced", "traced before autograd", "transformed"),
-    # the tables'; and both?
-    "tables_are_there": "absmax.data = ...",
+    # the tables'?
     "absmax_ref() is absmax": "another absmax object",
     "absmax is not None": "absmax = None",
     "data_ptr(absmax) == absmax_at": "absmax.data = ...",
@@ -1166,9 +1177,9 @@ OTHERS = {  # what else makes it right -> (its replacement, the case that must t
     "start(data_ptr(weight))": ("start()", "another weight"),
     "if is_capturing(nf4.weight.device):": ("if False:", "captured"),
     "CAPTURED.add(": ("id(", "captured"),
-    "if weight_is_there:": ("if True:", "another weight"),
-    "elif tables_are_there and fits(weight):": ("elif tables_are_there:", "weight shortened"),
-    "elif tables_are_there and ": ("elif ", "absmax.data = ..."),
+    "if not tables_are_there(quant_state):": ("if False:", "absmax.data = ..."),
+    "if is_the_same(weight):": ("if True:", "another weight"),
+    "elif fits(weight):": ("elif True:", "weight shortened"),
     "if state2 is not None:  # absmax is nested": ("if True:", "repeated, plain"),
     "if not state2_is_unchanged:": ("if False:", "another state2.absmax object"),
     'getattr(enter, "calls", enter) or ': ("", "enter hook"),
@@ -1191,7 +1202,7 @@ def guards():
     """The text of the functions that hold the conditions."""
     cells = "\n".join(source for _, source in helpers.exports())
     text = ""
-    for name in ("call", "fits", "is_unchanged"):
+    for name in ("call", "tables_are_there", "is_the_same", "fits", "is_unchanged"):
         head = re.search(rf"^( *)def {name}\(.*\n", cells, re.M)
         indent = len(head[1])
         for line in cells[head.end() :].splitlines(True):
@@ -1225,8 +1236,9 @@ def test_the_removals_cover_the_whole_check():
         r"^ *(if .*?|elif .*?|while .*|for .*|.*continue)(?:  #.*)?$", guards(), re.M
     )
     assert decisions == [
-        "if weight_is_there:",
-        "elif tables_are_there and fits(weight):",
+        "if not tables_are_there(quant_state):",
+        "if is_the_same(weight):",
+        "elif fits(weight):",
         "if not is_unchanged(quant_state):",
         "if state2 is not None:",
         "if not state2_is_unchanged:",

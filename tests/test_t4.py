@@ -152,6 +152,7 @@ def rehearse(program, folder):
 
 
 @pytest.mark.gpu
+@pytest.mark.longest
 def test_the_rehearsal(tmp_path):
     done = rehearse(ROOT / "tools" / "rehearse_t4.py", tmp_path)
     assert done.returncode == 0, done.stderr
