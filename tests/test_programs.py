@@ -988,8 +988,8 @@ def marked(nf4):
         row = {"function": "dequantization", "options": options, "dtype": dtype}
         row |= {"graphs": 1, "graph_breaks": 0, "recompiles": 0}
         compiled.append(row | {"bit_equal": True, "compiled": True})
-    record = {"exact": {"checked": 5, "differing": 0}, "launches": ["_dequantize_nf4_kernel"]}
-    record |= {"harness": harness, "compile": compiled}
+    record = {"gpu": "Tesla T4", "exact": {"checked": 5, "differing": 0}}
+    record |= {"launches": ["_dequantize_nf4_kernel"], "harness": harness, "compile": compiled}
     ptx = "shfl.sync.idx.b32 ld.global.L1::evict_first.b32 shfl.sync.idx.b32"
     return types.SimpleNamespace(record=record, ptx=ptx)
 
@@ -1078,6 +1078,17 @@ def test_the_marking_follows_the_challenge(nf4, marked, case):
         assert sum(row["points"] for row in rows) == 14
 
 
+@pytest.mark.parametrize("ratio, would_earn", [(1.2, 5), (1.12, 3), (1.0, -3)])
+def test_only_a_t4s_speedup_earns_points(nf4, marked, ratio, would_earn):
+    raced(marked, "float16", ratio)
+    marked.record["gpu"] = "NVIDIA H200"
+    rows = nf4.score(marked.record, marked.ptx)
+    (row,) = [row for row in rows if row["criterion"] == "speedup"]
+    assert row["points"] == 0 and row["possible"] == 5
+    assert row["evidence"].endswith(f"; on a T4 that earns {would_earn}")
+    assert sum(row["points"] for row in rows) == 9
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("more", [0, 1 << 20])
 def test_memory_beyond_the_output(nf4, marked, monkeypatch, tmp_path, more):
@@ -1099,4 +1110,4 @@ def test_memory_beyond_the_output(nf4, marked, monkeypatch, tmp_path, more):
     found = json.loads((tmp_path / "results" / "nvidia-test.json").read_text())
     assert found["memory"]["peak_extra_bytes"] == more and garbage == []
     assert ["_dequantize_nf4_kernel" in name for name in found["launches"]] == [True]
-    assert found["score"]["total"] == found["score"]["possible"] == 14
+    assert (found["score"]["total"], found["score"]["possible"]) == (9, 14), "it is no T4"

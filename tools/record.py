@@ -49,7 +49,6 @@ BASELINES = {  # the rows of the table; a contender that does not exist on a mac
     "unsloth_puzzle": "Unsloth's older path (three launches)",
     "peft": "PEFT ({peft})",
 }
-OFFICIAL = "{}, by `test_dequantize`"
 MEASURED = (
     "gpu capability date versions cpu cores exact tune formats bandwidth calls host official_s "
     "harness floor compile compile_times t4_estimate launches memory score"
@@ -193,17 +192,14 @@ def record_table(shown):
     for baseline, title in BASELINES.items():
         named = [title.format(**record["versions"]) for record, _ in shown]
         rows[baseline] = [" or ".join(dict.fromkeys(named))]  # versions may differ
-    official = [OFFICIAL.format(*rows["unsloth_today"])]
     for record, runs in shown:
         all_runs = [summary(record), *others_than(record, runs)]
         titles += [f"{short_name(record['gpu'])} {dtype}" for dtype in DTYPES.values()]
         for baseline, row in rows.items():
             with_it = [run["ratios"][baseline] for run in all_runs if baseline in run["ratios"]]
             row += [spread([run[dtype] for run in with_it]) for dtype in DTYPES]
-        ratio = spread(list(map(official_ratio, all_runs)))
-        official += ["", "", ratio]  # each shape in its own dtype: the mix
     raced = [row for row in rows.values() if any(row[1:])]
-    table = markdown_table(titles, [official, *raced])
+    table = markdown_table(titles, raced)
     return "\n\n".join([table, *(told_of(record, runs) for record, runs in shown)])
 
 
@@ -213,6 +209,10 @@ def told_of(record, runs):
     host = f"{record['cpu']}, {record['cores']} cores"
     told = f"**{name_of(record)}**, {record['date']}, {host}:"
     told += f" {exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
+    all_runs = [summary(record), *others_than(record, runs)]
+    official = spread(list(map(official_ratio, all_runs)))
+    told += f" By `test_dequantize` itself, in the median of ten turns, {official}"
+    told += " over today's Unsloth."
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
