@@ -377,7 +377,7 @@ def check_hook(which, add):
             if add:
                 hook.remove(note)
         assert count == [1] and len(seen) == (1 if GPU else 0)  # the interpreter calls no hooks
-        assert state._nf4_launch is None, "each call would start it, and then launch anew"
+        assert state._nf4_launch is None, "each call would ask it in vain, and then launch anew"
 
     return check
 
@@ -693,7 +693,10 @@ def check_captured(nf4, monkeypatch, device):
     assert getattr(state, "_nf4_launch", None) is None
     for _ in range(2):
         check_right(nf4, kept_weight, kept_state)
-        assert kept_state._nf4_launch is first, "the next call out of the capture drops it"
+        assert kept_state._nf4_launch is first, "in a capture, what was kept stays"
+    monkeypatch.setattr(nf4, "is_capturing", lambda device: False)
+    check_right(nf4, kept_weight, kept_state)
+    assert kept_state._nf4_launch not in (first, None), "out of it, a new launch is kept"
 
 
 def check_default_dtype(what, dtype):
@@ -1082,7 +1085,7 @@ def test_a_state_that_changes_during_its_first_launch(kept, device, monkeypatch,
     monkeypatch.setattr(kept, "launch", changing)
     kept.dequantize_nf4(weight, state)
     monkeypatch.setattr(kept, "launch", launch)
-    assert state._nf4_launch is None, "each call would start it, and then launch anew"
+    assert state._nf4_launch is None, "each call would ask it in vain, and then launch anew"
     for _ in range(2):
         if name in NOTICED:
             want = kept.spec(weight, state)
@@ -1124,14 +1127,14 @@ def test_without_its_nans_such_a_start_would_be_taken(monkeypatch):
 
 
 CONDITIONS = {  # of a kept launch -> the case above that must fail without it
-    # Is the memory there? The weight's,
+    # Is it the same weight, where it was?
     "weight_ref() is weight": "guarded",
     "looks_alike(weight)": (
         *("halved", "strided", "weight.data = its first half", "transposed in place"),
         *("traced", "traced before autograd", "transformed", "negated"),
     ),
     "data_ptr(weight) == weight_at": "weight.data = ...",
-    # another weight's,
+    # Does the kernel fit another weight?
     "isinstance(weight, torch.Tensor)": "weight as a list",
     "is_plain(weight)": "subclass",
     "weight.layout == torch.strided": "weight sparse",
@@ -1146,7 +1149,7 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     "weight.data_ptr() % 16 == remainder": "weight at an odd address",
     "not weight.is_neg()": "negated",
     "not wants_operators()": ("traced", "traced before autograd", "transformed"),
-    # the tables'?
+    # Do the state's tables lie where they lay,
     "absmax_ref() is absmax": "another absmax object",
     "absmax is not None": "absmax = None",
     "data_ptr(absmax) == absmax_at": "absmax.data = ...",
@@ -1154,7 +1157,7 @@ CONDITIONS = {  # of a kept launch -> the case above that must fail without it
     "data_ptr(offset) == offset_at": "offset.data = ...",
     "data_ptr(absmax2) == absmax2_at": "state2.absmax.data = ...",
     "data_ptr(code2) == code2_at": "state2.code.data = ...",
-    # does it still mean what it meant, and does nobody watch?
+    # does it say the same, and does nobody interfere?
     "quant_state.code is code": "another code object",
     "quant_state.state2 is state2": "another state2 object",
     "quant_state.offset is offset": "another offset object",
