@@ -807,7 +807,7 @@ def test_the_tables_of_a_record(a_record):
     del runs[0]["ratios"]["peft"]  # as if it had not been there
     assert record.record_table([(a_record(1.6), runs)]).splitlines() == [
         "| speedup over | T4 fp16 | T4 bf16 | T4 mix |",
-        "| --- | --- | --- | --- |",
+        "| --- | ---: | ---: | ---: |",
         "| today's Unsloth (1.2) |" + 3 * " 1.40–1.75 |",
         "| Unsloth's older path (three launches) |" + 3 * " 2.00 |",
         "| PEFT (3.4) |" + 3 * " 3.00 |",

@@ -284,10 +284,10 @@ def ladder_table(roads, variants=False):
 
 
 def markdown_table(titles, rows):
-    """Columns of numbers stand at the right."""
+    """Columns of numbers, or of ranges, stand at the right."""
     rules = []
     for column in zip(*rows):
-        numbers = all(re.fullmatch(r"[\d.]*", cell) for cell in column) and any(column)
+        numbers = all(re.fullmatch(r"[\d.–]*", cell) for cell in column) and any(column)
         rules.append("---:" if numbers else "---")
     lines = [titles, rules, *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
