@@ -871,21 +871,22 @@ def test_a_run_without_todays_unsloth_is_told_without_a_table(
     assert "tesla-t4.json lacks official_s: no table" in told and "executed: " in told
 
 
-def test_the_races_table(nf4, a_record):
-    """The mix by shapes, each dtype's ratio, and the mix's least and greatest round."""
+def test_the_races_tables(nf4, a_record):
+    """Each dtype's ratio, the mix's least and greatest round; and a call in the mix by shapes."""
     found = a_record(1.6)["harness"]
     for entry in found:
         if entry["dtypes"] == "original":
             entry["ratio"] |= {"low": 1.5, "high": 1.7}
-    table = nf4.race_table(found)
+    ratios = nf4.race_ratios(found)
+    assert list(ratios) == ["fp16", "bf16", "mix", "mix, least round", "mix, greatest round"]
+    expected = 3 * [1.6] + [1.5, 1.7]
+    assert ratios.loc["today's Unsloth"].tolist() == pytest.approx(expected)
+    times = nf4.race_times(found)
     shapes = ["{} x {}".format(*shape) for shape in nf4.HARNESS_SHAPES]
-    assert list(table["µs a call in the mix"]) == [*shapes, "sum"]
-    assert list(table["their time / ours"]) == ["fp16", "bf16", "mix"]
-    assert list(table["the mix, by rounds"]) == ["least", "greatest"] and len(table.columns) == 9
-    assert table.loc["ours"].tolist()[:4] == [1.0, 1.0, 1.0, 3.0]
-    assert table.loc["ours"].isna().tolist() == 4 * [False] + 5 * [True]
-    expected = 3 * [1.6] + [4.8] + 3 * [1.6] + [1.5, 1.7]
-    assert table.loc["today's Unsloth"].tolist() == pytest.approx(expected)
+    assert list(times) == [*shapes, "sum"]
+    assert times.loc["ours"].tolist() == [1.0, 1.0, 1.0, 3.0]
+    assert times.loc["today's Unsloth"].tolist() == pytest.approx(3 * [1.6] + [4.8])
+    assert list(times.index) == ["ours", *ratios.index]
 
 
 def test_the_estimate_for_a_t4(nf4):
