@@ -217,7 +217,7 @@ def told_of(record, runs):
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
         told += f" The table gives the range of {len(runs)} runs; the notebook's outputs are of"
-        told += f" {rule(record['median_of'], alone)}."
+        told += f" {rule(record['median_of'], alone, listed=len(runs))}."
     return told
 
 
@@ -249,12 +249,18 @@ def official_ratio(run):
     return statistics.median(row["ratio"] for row in run["official_s"])
 
 
-def rule(n_runs, alone):
-    """Which run is shown, of n_runs; `alone`: other runs had not their host to themselves."""
+def rule(n_runs, alone, listed):
+    """Which run is shown, of n_runs.
+
+    alone   other runs had not their host to themselves
+    listed  how many runs there are in all, with those of other days
+    """
     if n_runs == 1:
         return "the one alone on its host" if alone else "the last"
     which = "lower" if n_runs == 2 else "middle"
-    those = f" of the {n_runs} alone on their host" if alone else ""
+    those = f" of the last {n_runs}" if listed > n_runs else ""
+    if alone:
+        those = f" of the {n_runs} alone on their host"
     return f"the one{those} with the {which} fp16 speedup"
 
 
@@ -530,7 +536,8 @@ def adopt(*folders, rehearsed=False):
     gpu = shown.record["gpu"]
     print(f"adopted: {len(runs)} runs on {gpu}; {len(listed)} are recorded now")
     ratio = over_todays_unsloth(summary(shown.record))
-    print(f"shown is {shown.folder}, {ratio:.3f}: {rule(len(alone), len(alone) < len(runs))}")
+    which = rule(len(alone), len(alone) < len(runs), len(listed))
+    print(f"shown is {shown.folder}, {ratio:.3f}: {which}")
 
 
 def over_todays_unsloth(found):
