@@ -37,7 +37,7 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 2262  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 2264  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 119, ("kernel", "lookup", "words")
 HOST = 514
@@ -595,7 +595,8 @@ def test_record_has_its_times(found):
     formats = " ".join(row["format"] for row in found["formats"])
     assert [kind for kind in KINDS if kind not in formats] == []
     assert set(found["bandwidth"]) == {"copy_gbs", "nominal_gbs", "ours_gbs", "ceiling_gbs"}
-    assert len(found["official_s"]) == 10
+    turns = [row["dtype"] for row in found["official_s"]]
+    assert turns == 5 * ["float16", "bfloat16", "original"]
     for row in found["official_s"]:
         assert row["ratio"] == pytest.approx(row["unsloth_today"] / row["ours"])
     calls = {row["who"]: row for row in found["calls"]}
@@ -677,9 +678,9 @@ def test_the_tally_of_a_run_that_is_cut(tmp_path):
 
 
 TOLD = "**Tesla T4**, 2026-11-22, A Processor, 2 cores:"
-TOLD += " 1,234,567 comparisons bit for bit, 0 differ. By `test_dequantize` itself,"
-TOLD += " in the median of ten turns, {} over today's Unsloth."
-RANGE = "The table gives the range of {} runs; the notebook's outputs are of {}."
+TOLD += " 1,234,567 comparisons bit for bit, 0 differ."
+ITSELF = "| today's Unsloth (1.2), by `test_dequantize` itself |"
+RANGE = "The table gives the range of {} runs; the outputs shown are of {}."
 DOCUMENT = """<!-- record:start -->
 <!-- record:end -->
 
@@ -724,7 +725,10 @@ def a_record(nf4):
         found |= {"bandwidth": {"copy_gbs": 4012.6}, "compile": []}
         found |= {"exact": {"checked": 1_234_567, "differing": 0}}
         found |= {"score": {"rows": [], "total": 14, "possible": 14}}
-        found |= {"official_s": [{"ratio": part * ratio} for part in (0.7, 0.9, 1.3)]}
+        found["official_s"] = []
+        for dtype, median in (("float16", 0.9), ("bfloat16", 0.9), ("original", 1.0)):
+            for part in (0.7, median, 1.3):
+                found["official_s"].append({"dtype": dtype, "ratio": part * ratio})
         return found | {"harness": nf4.entries(rows)}
 
     return make
@@ -785,7 +789,8 @@ def test_a_t4s_run_is_adopted(copy):
     for stated in (notebook.cells[0].source, record.README.read_text()):
         assert stated.index("**Tesla T4**") < stated.index("**NVIDIA H200**")
         assert "| 1.23 |" in stated
-        assert TOLD.format("1.11") in stated  # 0.9 times 1.2345
+        assert TOLD in stated
+        assert f"{ITSELF} 1.11 | 1.11 | 1.23 |" in stated  # 0.9 times 1.2345 in fp16 and bf16
         assert "unmeasured" not in stated and "no time has been measured" not in stated
         assert record.restated(stated, record.load_all()) == stated
     pictures = {path.name for path in record.RESULTS.glob("*.png")}
@@ -807,16 +812,17 @@ def test_the_tables_of_a_record(a_record):
     del runs[0]["ratios"]["peft"]  # as if it had not been there
     assert record.record_table([(a_record(1.6), runs)]).splitlines() == [
         "| speedup over | T4 fp16 | T4 bf16 | T4 mix |",
-        "| --- | ---: | ---: | ---: |",
+        "| :--- | ---: | ---: | ---: |",
+        ITSELF + 2 * " 1.26–1.57 |" + " 1.40–1.75 |",
         "| today's Unsloth (1.2) |" + 3 * " 1.40–1.75 |",
         "| Unsloth's older path (three launches) |" + 3 * " 2.00 |",
         "| PEFT (3.4) |" + 3 * " 3.00 |",
         "",
-        TOLD.format("1.26–1.57"),
+        TOLD,
     ]
     shown = record.record_table([(a_record(1.6) | {"median_of": 3}, runs)]).splitlines()[-1]
-    more = RANGE.format(3, "the one with the middle fp16 speedup")
-    assert shown == f"{TOLD.format('1.26–1.57')} {more}"
+    more = RANGE.format(3, "the one with the middle fp16 speedup of the 3")
+    assert shown == f"{TOLD} {more}"
 
 
 def test_all_gpus_stand_in_one_table(a_record):
@@ -829,12 +835,12 @@ def test_all_gpus_stand_in_one_table(a_record):
         results[record.slug(gpu)] = found
         results[record.slug(gpu) + "-runs"] = [record.summary(found)]
     text = record.restated("<!-- record:start -->\n<!-- record:end -->", results)
-    _, titles, _, today, three, peft, *below, _ = text.splitlines()
+    _, titles, _, itself, today, three, peft, *below, _ = text.splitlines()
     assert titles == "| speedup over | B fp16 | B bf16 | B mix | A fp16 | A bf16 | A mix |"
     assert today == "| today's Unsloth (1.2) |" + 6 * " 1.60 |"
     assert three.count("2.00") == 6 and peft == "| PEFT (3.4) |  |  |  |" + 3 * " 3.00 |"
     assert [line[:14] for line in below if line] == ["**NVIDIA B**, ", "**NVIDIA A**, "]
-    assert all("ten turns, 1.44 over" in line for line in below if line)
+    assert itself == ITSELF + 2 * " 1.44 | 1.44 | 1.60 |"
 
 
 def test_the_record_of_an_earlier_notebook_stands_in_no_table(a_record):
@@ -854,8 +860,8 @@ def test_versions_that_differ_are_both_named(a_record):
         shown.append((found, [record.summary(found)]))
     rows = record.record_table(shown).splitlines()
     both = "| today's Unsloth (1.2) or today's Unsloth (1.3)"
-    assert rows[2].startswith(both + " |")
-    assert rows[4].startswith("| PEFT (3.4) |")
+    assert rows[3].startswith(both + " |")
+    assert rows[5].startswith("| PEFT (3.4) |")
 
 
 def test_a_run_without_todays_unsloth_is_told_without_a_table(
@@ -964,11 +970,12 @@ def test_what_the_claim_says_of_a_t4(nf4, estimated):
     seconds = frame.pivot(index=["share", "factor"], columns="who", values="seconds")
     ratios = seconds["unsloth_today"] / seconds["ours"]
     fast, slow = ratios[1.0], ratios[0.87]
-    expected = f"{fast.min():.2f} to {fast.max():.2f} over today's Unsloth, or as little as"
-    expected += f" {slow.min():.2f} should our kernel reach only 87 % of a copy's speed:"
-    points = [points_for(nf4, ratio) for ratio in ratios]
-    expected += f" {min(points)} to {max(points)} of the challenge's"
+    expected = f"{fast.min():.2f} to {fast.max():.2f} over today's Unsloth there, or as little as"
+    expected += f" {slow.min():.2f} should our kernel reach only 87 % of a copy's speed."
     assert expected in claim
+    points = [points_for(nf4, ratio) for ratio in ratios]
+    expected = f"By the estimate a T4 would give {min(points)} to {max(points)} of the 14 points"
+    assert expected in MARKDOWN["score-text"]
 
 
 def points_for(nf4, ratio):
@@ -1008,7 +1015,7 @@ def test_the_estimate_is_that_of_the_record(nf4, estimated):
 def test_the_ladder():
     assert record.ladder_table(ROADS).splitlines() == [
         "| step | % of the ceiling, fp16 | bf16 | T4 instructions, fp16 | bf16 | what it taught |",
-        "| --- | ---: | ---: | ---: | --- | --- |",
+        "| :--- | ---: | ---: | ---: | :--- | :--- |",
         "| chain of selects | 32 | 32 | 38.4 |  | too many |",
         "| shuffles: ours | 97 |  | 7.5 |  | few instructions |",
     ]
@@ -1072,16 +1079,16 @@ def test_of_several_runs_the_median_one_is_shown(copy, a_record, tmp_path, capsy
     assert (record.RESULTS / "tesla-t4-calls.png").read_bytes() == f"calls, run {shown}".encode()
     stated = record.README.read_text()
     assert f"| {min(ratios):.2f}–{max(ratios):.2f} |" in stated
-    rule = "the one with the middle fp16 speedup"
+    rule = f"the one with the middle fp16 speedup of the {len(ratios)}"
     assert RANGE.format(len(ratios), rule) in stated
     printed = capsys.readouterr().out
     assert f"shown is {tmp_path / str(shown)}, {shown:.3f}: {rule}" in printed
 
 
 def test_of_two_runs_the_slower_is_shown(a_record):
-    of_two = "the one with the lower fp16 speedup"
+    of_two = "the one with the lower fp16 speedup of the 2"
     assert record.rule(2, alone=False, listed=2) == of_two
-    of_the_last = "the one of the last 2 with the lower fp16 speedup"
+    of_the_last = "the one with the lower fp16 speedup of the last 2"
     assert record.rule(2, alone=False, listed=4) == of_the_last
     slower, faster = (types.SimpleNamespace(record=a_record(ratio)) for ratio in (1.4, 1.5))
     assert record.median_run([faster, slower]) is slower
@@ -1300,7 +1307,7 @@ def test_where_every_host_was_busy_none_is_called_alone(copy, a_record, tmp_path
         (folder / "note.txt").write_text("tests ran beside it")
     record.adopt(*folders)
     assert result("tesla-t4")["median_of"] == 3
-    rule = "the one with the middle fp16 speedup"
+    rule = "the one with the middle fp16 speedup of the 3"
     assert RANGE.format(3, rule) in record.README.read_text()
 
 

@@ -992,7 +992,7 @@ def test_a_weight_on_a_gpu_that_is_not_the_current_one(nf4, tally):
 def shown(kept, device):
     """What the cells of section 4 are run with; their tables are noted."""
     tables = []
-    names = {"GPU": True, "DEVICE": device, "HERE": "here", "tables": tables}
+    names = {"GPU": True, "DEVICE": device, "gpu": "here", "tables": tables}
     names |= {"compare": lambda out, *pair: kept.bits_differing(out, dequantize_4bit(*pair))}
     names |= {"show": lambda table, caption, digits=1: tables.append(table)}
     return {**vars(kept), **names}

@@ -669,7 +669,7 @@ def on_a_slower_host(nf4, contenders, dtypes, rounds=20, loops=250):
 @pytest.fixture
 def race_cell(nf4):
     """What the cell of the race is run with, on a host that slows down; no table, no picture."""
-    names = {**vars(nf4), "GPU": True, "RECORD": {}, "HERE": "here", "cpu": "a host"}
+    names = {**vars(nf4), "GPU": True, "RECORD": {}, "gpu": "here", "cpu": "a host"}
     names |= {"contenders": dict(nf4.CONTENDERS), "race": functools.partial(on_a_slower_host, nf4)}
     silent = ("show", "race_ratios", "race_times", "beyond_the_kernel", "draw_race")
     return names | {name: lambda *_, **__: [] for name in silent}
@@ -1103,7 +1103,7 @@ def test_memory_beyond_the_output(nf4, marked, monkeypatch, tmp_path, more):
 
     figure = types.SimpleNamespace(savefig=lambda *_, **__: None)
     measured = marked.record | {"gpu": "NVIDIA Test"}
-    names = {"GPU": True, "HERE": "NVIDIA Test", "RECORD": measured}
+    names = {"GPU": True, "gpu": "NVIDIA Test", "RECORD": measured}
     names |= {"your_dequantize_nf4": call, "show": lambda *_: None}
     names |= {"formats_figure": figure, "calls_figure": figure, "race_figure": figure}
     helpers.run_cell("score-run", {**vars(nf4), **names})

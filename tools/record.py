@@ -199,7 +199,11 @@ def record_table(shown):
             with_it = [run["ratios"][baseline] for run in all_runs if baseline in run["ratios"]]
             row += [spread([run[dtype] for run in with_it]) for dtype in DTYPES]
     raced = [row for row in rows.values() if any(row[1:])]
-    table = markdown_table(titles, raced)
+    by_the_harness = [f"{rows['unsloth_today'][0]}, by `test_dequantize` itself"]
+    for record, runs in shown:
+        all_runs = [summary(record), *others_than(record, runs)]
+        by_the_harness += [official_spread(all_runs, dtype) for dtype in DTYPES]
+    table = markdown_table(titles, [by_the_harness, *raced])
     return "\n\n".join([table, *(told_of(record, runs) for record, runs in shown)])
 
 
@@ -209,14 +213,10 @@ def told_of(record, runs):
     host = f"{record['cpu']}, {record['cores']} cores"
     told = f"**{name_of(record)}**, {record['date']}, {host}:"
     told += f" {exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
-    all_runs = [summary(record), *others_than(record, runs)]
-    official = spread(list(map(official_ratio, all_runs)))
-    told += f" By `test_dequantize` itself, in the median of ten turns, {official}"
-    told += " over today's Unsloth."
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
-        told += f" The table gives the range of {len(runs)} runs; the notebook's outputs are of"
+        told += f" The table gives the range of {len(runs)} runs; the outputs shown are of"
         told += f" {rule(record['median_of'], alone, listed=len(runs))}."
     return told
 
@@ -244,9 +244,14 @@ def spread(ratios):
     return least if least == greatest else f"{least}–{greatest}"
 
 
-def official_ratio(run):
-    """Today's Unsloth over ours, by test_dequantize: the median of its turns' ratios."""
-    return statistics.median(row["ratio"] for row in run["official_s"])
+def official_spread(runs, dtype):
+    """Today's Unsloth over ours, by test_dequantize: each run's median of its turns' ratios."""
+    medians = []
+    for run in runs:
+        ratios = [row["ratio"] for row in run["official_s"] if row["dtype"] == dtype]
+        if ratios:
+            medians.append(statistics.median(ratios))
+    return spread(medians)
 
 
 def rule(n_runs, alone, listed):
@@ -258,10 +263,10 @@ def rule(n_runs, alone, listed):
     if n_runs == 1:
         return "the one alone on its host" if alone else "the last"
     which = "lower" if n_runs == 2 else "middle"
-    those = f" of the last {n_runs}" if listed > n_runs else ""
+    those = f"the last {n_runs}" if listed > n_runs else f"the {n_runs}"
     if alone:
-        those = f" of the {n_runs} alone on their host"
-    return f"the one{those} with the {which} fp16 speedup"
+        those = f"the {n_runs} alone on their host"
+    return f"the one with the {which} fp16 speedup of {those}"
 
 
 def ladder_table(roads, variants=False):
@@ -290,11 +295,11 @@ def ladder_table(roads, variants=False):
 
 
 def markdown_table(titles, rows):
-    """Columns of numbers, or of ranges, stand at the right."""
+    """Columns of numbers, or of ranges, stand at the right, words at the left."""
     rules = []
     for column in zip(*rows):
         numbers = all(re.fullmatch(r"[\d.–]*", cell) for cell in column) and any(column)
-        rules.append("---:" if numbers else "---")
+        rules.append("---:" if numbers else ":---")
     lines = [titles, rules, *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
