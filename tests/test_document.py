@@ -810,10 +810,12 @@ def test_a_t4s_run_is_adopted(copy):
 def test_the_tables_of_a_record(a_record):
     runs = [record.summary(a_record(ratio)) for ratio in (1.4, 1.75, 1.6)]
     del runs[0]["ratios"]["peft"]  # as if it had not been there
+    in_bf16_and_mix = [row for row in runs[0]["official_s"] if row["dtype"] != "float16"]
+    runs[0]["official_s"] = in_bf16_and_mix
     assert record.record_table([(a_record(1.6), runs)]).splitlines() == [
         "| speedup over | T4 fp16 | T4 bf16 | T4 mix |",
         "| :--- | ---: | ---: | ---: |",
-        ITSELF + 2 * " 1.26–1.57 |" + " 1.40–1.75 |",
+        ITSELF + "  | 1.26–1.57 | 1.40–1.75 |",
         "| today's Unsloth (1.2) |" + 3 * " 1.40–1.75 |",
         "| Unsloth's older path (three launches) |" + 3 * " 2.00 |",
         "| PEFT (3.4) |" + 3 * " 3.00 |",

@@ -245,12 +245,16 @@ def spread(ratios):
 
 
 def official_spread(runs, dtype):
-    """Today's Unsloth over ours, by test_dequantize: each run's median of its turns' ratios."""
+    """Today's Unsloth over ours, by test_dequantize: each run's median of its turns' ratios.
+
+    Nothing if a run had no turns in this dtype: the table's ranges are those of all runs.
+    """
     medians = []
     for run in runs:
         ratios = [row["ratio"] for row in run["official_s"] if row["dtype"] == dtype]
-        if ratios:
-            medians.append(statistics.median(ratios))
+        if not ratios:
+            return ""
+        medians.append(statistics.median(ratios))
     return spread(medians)
 
 
