@@ -37,7 +37,7 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 2265  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 2267  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 119, ("kernel", "lookup", "words")
 HOST = 514
@@ -879,22 +879,33 @@ def test_a_run_without_todays_unsloth_is_told_without_a_table(
     assert "tesla-t4.json lacks official_s: no table" in told and "executed: " in told
 
 
-def test_the_races_tables(nf4, a_record):
-    """Each dtype's ratio, the mix's least and greatest round; and a call in the mix by shapes."""
+def test_the_races_table(nf4, a_record):
+    """A call in the mix by shapes; the ratio, and that of the least and the greatest round."""
     found = a_record(1.6)["harness"]
     for entry in found:
         if entry["dtypes"] == "original":
             entry["ratio"] |= {"low": 1.5, "high": 1.7}
-    ratios = nf4.race_ratios(found)
-    assert list(ratios) == ["fp16", "bf16", "mix", "mix, least round", "mix, greatest round"]
-    expected = 3 * [1.6] + [1.5, 1.7]
-    assert ratios.loc["today's Unsloth"].tolist() == pytest.approx(expected)
-    times = nf4.race_times(found)
+    table = nf4.race_table(found)
     shapes = ["{} x {}".format(*shape) for shape in nf4.HARNESS_SHAPES]
-    assert list(times) == [*shapes, "sum"]
-    assert times.loc["ours"].tolist() == [1.0, 1.0, 1.0, 3.0]
-    assert times.loc["today's Unsloth"].tolist() == pytest.approx(3 * [1.6] + [4.8])
-    assert list(times.index) == ["ours", *ratios.index]
+    assert list(table) == [*shapes, "sum", *nf4.RATIOS]
+    assert table.loc["ours"].tolist()[:4] == [1.0, 1.0, 1.0, 3.0]
+    assert table.loc["ours", nf4.RATIOS].isna().all()
+    expected = 3 * [1.6] + [4.8, 1.6, 1.5, 1.7]
+    assert table.loc["today's Unsloth"].tolist() == pytest.approx(expected)
+
+
+def test_every_mark_is_in_sight(nf4):
+    """One beyond the ceiling lay beyond the axis, too; one far below has a number."""
+    rows = []
+    for dtype, ours_us, theirs_us in (("float16", 9.0, 30.0), ("float32", 11.0, 9.5)):
+        row = {"format": "a", "dtype": dtype, "ours_us": ours_us, "unsloth_today_us": theirs_us}
+        rows.append(row | {"ceiling_us": 10.0})
+    for axes, row in zip(nf4.draw_formats(rows, "formats").axes, rows):
+        least, greatest = axes.get_xlim()
+        for name in ("ours_us", "unsloth_today_us"):
+            share = 1000 / row[name]
+            told = f"{share:.0f} %" in [text.get_text() for text in axes.texts]
+            assert share < greatest and (share > least or told), (row, name)
 
 
 def test_the_estimate_for_a_t4(nf4):

@@ -671,7 +671,7 @@ def race_cell(nf4):
     """What the cell of the race is run with, on a host that slows down; no table, no picture."""
     names = {**vars(nf4), "GPU": True, "RECORD": {}, "gpu": "here", "cpu": "a host"}
     names |= {"contenders": dict(nf4.CONTENDERS), "race": functools.partial(on_a_slower_host, nf4)}
-    silent = ("show", "race_ratios", "race_times", "beyond_the_kernel", "draw_race")
+    silent = ("show", "race_table", "beyond_the_kernel", "draw_race")
     return names | {name: lambda *_, **__: [] for name in silent}
 
 
