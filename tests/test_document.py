@@ -37,7 +37,7 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 2267  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 2271  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 119, ("kernel", "lookup", "words")
 HOST = 514

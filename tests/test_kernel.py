@@ -137,12 +137,12 @@ def test_an_assembly_trial_that_runs_out_of_memory_decides_nothing(nf4, device, 
 @pytest.mark.skipif(GPU, reason="the compiled kernel is measured there")
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("dtype, ints", [(torch.float16, 4), (torch.float32, 8)])
-def test_the_ceiling_moves_all_that_a_dequantization_must(nf4, nested, dtype, ints):
+def test_the_same_traffic_is_all_that_a_dequantization_moves(nf4, nested, dtype, ints):
     """Each word and its block's absmax arrive in what is written."""
     weight, state = nf4.quantized((64, 64), dtype, "cpu", nested=nested)
     out = torch.empty((64, 64), dtype=dtype)
     arguments = (out, weight, state.absmax, 32, 2, ints, 8)
-    nf4._traffic_ceiling_kernel[(64 * 64 // (32 * 2 * 8),)](*arguments)
+    nf4._same_traffic_kernel[(64 * 64 // (32 * 2 * 8),)](*arguments)
     words = weight.view(-1).view(torch.int32) + state.absmax.int().repeat_interleave(8)
     assert torch.equal(out.view(torch.int32).view(-1), words.repeat_interleave(ints))
 
