@@ -216,7 +216,11 @@ def told_of(record, runs):
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
-        told += f" The table gives the range of {len(runs)} runs; the outputs shown are of"
+        told += f" The table gives the range of {len(runs)} runs"
+        in_each = [len(official_ratios(runs, dtype)) for dtype in ("float16", "bfloat16")]
+        if min(in_each) < len(runs):  # the first runs had their turns in the mix alone
+            told += f" (row 1 in fp16 and bf16: of the {min(in_each)} that raced in them)"
+        told += "; the outputs shown are of"
         told += f" {rule(record['median_of'], alone, listed=len(runs))}."
     return told
 
@@ -245,17 +249,18 @@ def spread(ratios):
 
 
 def official_spread(runs, dtype):
-    """Today's Unsloth over ours, by test_dequantize: each run's median of its turns' ratios.
+    """Today's Unsloth over ours, by test_dequantize: each run's median of its turns' ratios."""
+    return spread([statistics.median(turns) for turns in official_ratios(runs, dtype)])
 
-    Nothing if a run had no turns in this dtype: the table's ranges are those of all runs.
-    """
-    medians = []
+
+def official_ratios(runs, dtype):
+    """For each run that had turns of test_dequantize in this dtype, their ratios."""
+    found = []
     for run in runs:
         ratios = [row["ratio"] for row in run["official_s"] if row["dtype"] == dtype]
-        if not ratios:
-            return ""
-        medians.append(statistics.median(ratios))
-    return spread(medians)
+        if ratios:
+            found.append(ratios)
+    return found
 
 
 def rule(n_runs, alone, listed):
