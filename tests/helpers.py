@@ -106,6 +106,22 @@ def same(nf4, tally, weight, state):
     return out
 
 
+def described(nf4, weight, state):
+    """The NF4 of a weight and its state."""
+    return nf4.nf4_of(*nf4.read(weight, state))
+
+
+@contextlib.contextmanager
+def sized(nf4, warps, steps):
+    """Inside, a program has so many warps, and so many steps from an aligned address."""
+    before = nf4.WARPS, nf4.STEPS_OF
+    nf4.WARPS, nf4.STEPS_OF = warps, dict.fromkeys(before[1], steps)
+    try:
+        yield
+    finally:
+        nf4.WARPS, nf4.STEPS_OF = before
+
+
 def moved(weight, offset):
     """A copy of the weight's bytes at an offset in a larger buffer, in the same shape and dtype."""
     flat = weight.view(-1).view(torch.uint8)
@@ -122,20 +138,52 @@ def emulate_assembly():
 
 def run_assembly(builder, asm, constraints, values, types_, is_pure, pack):
     """What the assembly leaves in its outputs, for all threads. Anything unknown is an error."""
+    import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    outputs = constraints.count("=")
-    registers = {f"${outputs + i}": value.data.view("uint32") for i, value in enumerate(values)}
+    kinds = constraints.split(",")
+    n_outputs = sum(kind.startswith("=") for kind in kinds)
+    early = asm.count(";") > 1  # an output is written while inputs are still read
+    assert all(kind.startswith("=&") or not early for kind in kinds[:n_outputs]), (
+        "outputs are written early"
+    )
+    registers = {}
+    for i, value in enumerate(values, n_outputs):
+        registers[f"${i}"] = value.data.view({"r": "uint32", "l": "uint64"}[kinds[i]])
+    n_threads = values[0].data.size
+    registers["%laneid"] = (np.arange(n_threads) % 32).astype("uint32")
+
+    def value_of(operand):
+        return registers[operand] if operand in registers else int(operand, 0)
+
     for instruction in re.findall(r"[^;{}]+(?=;)", asm):
         name, *operands = instruction.replace(",", " ").split()
+        if name == ".reg":
+            continue
+        to, *sources = operands
         if name == "shfl.sync.idx.b32":
-            to, register, lane, segments, mask = operands
+            register, lane, segments, mask = sources
             registers[to] = shuffle(registers[register], registers[lane], int(segments, 0))
             assert mask == "-1", f"every thread takes part, got the mask {mask}"
+        elif name == "mov.u32":
+            registers[to] = value_of(sources[0])
+        elif name == "and.b32":
+            registers[to] = value_of(sources[0]) & value_of(sources[1])
+        elif name == "shr.u32":
+            registers[to] = value_of(sources[0]) >> value_of(sources[1])
+        elif name == "mad.wide.u32":
+            a, b, c = map(value_of, sources)
+            registers[to] = a.astype("uint64") * b + c
+        elif name.startswith("ld.global.") and name.endswith(".b32"):
+            addresses = registers[sources[0].strip("[]")]
+            read = [ctypes.c_uint32.from_address(int(address)).value for address in addresses]
+            registers[to] = np.array(read, dtype="uint32")
         else:
             raise NotImplementedError(f"the emulation knows no {name}")
-    handles = [TensorHandle(registers[f"${i}"].view("float32"), tl.float32) for i in range(outputs)]
+    handles = [
+        TensorHandle(registers[f"${i}"].view("float32"), tl.float32) for i in range(n_outputs)
+    ]
     return types.SimpleNamespace(get_result=lambda i: handles[i])
 
 
@@ -178,8 +226,8 @@ def keep_on_cpu(nf4, monkeypatch, scratches=SCRATCHES):
     launch, plan = nf4.launch, nf4.plan
     plans = []
 
-    def noted_plan(*arguments):
-        plans.append(plan(*arguments))
+    def noted_plan(*arguments, **options):
+        plans.append(plan(*arguments, **options))
         return plans[-1]
 
     def launch_and_compile(described, *arguments, **options):
@@ -230,12 +278,10 @@ def compiled_for(nf4, described, constants, world, scratches):
     kernel = nf4._dequantize_nf4_kernel
     dtype, index = described.dtype, described.weight.device.index
     n_weights = math.prod(described.shape)
-    weight = described.weight
     kinds = [tensor.dtype for tensor in described[:6]]
     sizes = [tensor.numel() for tensor in described[:6]]
+    n_tensors = 3 if described.code2 is described.code else 6  # plain absmax: the others are unread
     alignment = 4 if constants["WHOLE"] else 1
-    if weight.data_ptr() % 16 == 0:  # Triton compiles for such addresses, and for others
-        alignment = 16
     signature = {"out_ptr": POINTERS[dtype]}
     names = ("weight", "absmax", "code", "offset", "absmax2", "code2")
     for name, kind in zip(names, kinds):
@@ -256,10 +302,11 @@ def compiled_for(nf4, described, constants, world, scratches):
         assert types_given == types_wanted
         addresses, rest = arguments[:7], list(arguments[7:])
         assert rest == numbers + [None] * len(scratches)
-        assert all(addresses), "an address where no memory is"
+        assert all(addresses[: 1 + n_tensors]), "an address where no memory is"
         assert addresses[1] % alignment == 0, "misaligned address"
         out = at(addresses[0], dtype, n_weights)
-        tensors = [at(*each) for each in zip(addresses[1:], kinds, sizes)]
+        tensors = [at(*each) for each in zip(addresses[1 : 1 + n_tensors], kinds, sizes)]
+        tensors += [tensors[2]] * (6 - n_tensors)
         kernel[(programs,)](out, *tensors, n_weights, **constants)
 
     source = types.SimpleNamespace(signature=signature)

@@ -80,7 +80,7 @@ def test_compiled_calls_are_timed_beside_others(nf4, monkeypatch):
     def imitated_us(stepped, call, wait):
         (function,) = stepped.args
         outs = stepped(call)
-        assert wait and (len(outs) == 2) == call[0].requires_grad  # with the gradient
+        assert wait and len(outs) in (1, 3)  # a forward pass, or three weights
         turns.append(function)
         return 100 - len(turns) + (0.5 if function in compiled else 0.0)
 
@@ -90,12 +90,11 @@ def test_compiled_calls_are_timed_beside_others(nf4, monkeypatch):
     rows = nf4.compile_times(option, turns=2)
     whos = ["ours", "today's Unsloth", "bitsandbytes"]
     expected = list(itertools.product(["dequantization", "forward pass"], whos))
-    expected += [("training step", "ours"), ("training step", "bitsandbytes")]
     assert [(row["function"], row["who"]) for row in rows] == expected
-    # All eight take a turn before the first has its second; in each, eager comes before compiled.
-    assert [row["eager_us"] for row in rows] == [100.0 - n for n in range(17, 32, 2)]
-    assert [row["compiled_us"] for row in rows] == [100.5 - n for n in range(18, 33, 2)]
-    assert [row["error"] for row in rows] == 8 * [None]
+    # All six take a turn before the first has its second; in each, eager comes before compiled.
+    assert [row["eager_us"] for row in rows] == [100.0 - n for n in range(13, 24, 2)]
+    assert [row["compiled_us"] for row in rows] == [100.5 - n for n in range(14, 25, 2)]
+    assert [row["error"] for row in rows] == 6 * [None]
 
 
 def test_to_time_a_compiled_function_compiles_nothing(nf4):
@@ -328,19 +327,10 @@ def test_bad_input_is_refused_while_tracing(nf4, device, pair):
         compiled(nf4, device, nf4.dequantize_nf4)(weight, state)
 
 
-def test_a_compiled_first_call_where_the_assembly_is_refused(device):
-    """Loads look the code up, and it says so."""
-    refused = helpers.load("nf4_refused", ("shfl.sync.idx.b32 $0", "shfl.sync.nonsense.b32 $0"))
-    weight, state = refused.quantized((64, 128), torch.float16, device)
-    out = compiled(refused, device, refused.dequantize_nf4)(weight, state)
-    assert refused.bits_differing(out, dequantize_4bit(weight, state)) == 0
-    assert any("nonsense" in reason for reason in refused.ASSEMBLY_FAULT.values())
-
-
 def test_opcheck(nf4, device):
     for dtype, nested in ((torch.bfloat16, True), (torch.float32, False)):
         weight, state = nf4.quantized((64, 64), dtype, device, nested=nested)
-        torch.library.opcheck(nf4.dequantize_op, tuple(nf4.nf4_of(weight, state)))
+        torch.library.opcheck(nf4.dequantize_op, tuple(helpers.described(nf4, weight, state)))
 
 
 def test_definitions_may_be_run_twice(device):
@@ -588,14 +578,3 @@ def test_jit_trace_records_the_operator(nf4, pair):
     traced = helpers.jit_traced(lambda packed: nf4.dequantize_nf4(packed, state), weight)
     assert "nf4_triton::dequantize" in str(traced.graph)
     assert nf4.bits_differing(traced(weight), want) == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_the_assembly_is_tried_whatever_the_defaults(nf4, device, pair, monkeypatch, dtype):
-    monkeypatch.setattr(nf4, "ASSEMBLY_FAULT", {})
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            assert nf4.assembly_works(pair[0].device), nf4.ASSEMBLY_FAULT
-    finally:
-        torch.set_default_dtype(torch.float32)

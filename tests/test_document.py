@@ -37,14 +37,14 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 2271  # of code; design.md asks for 1,100 and of KERNEL for 95, of HOST for 270
+LINES = 2113  # of code; design.md asks for 1,100, of KERNEL for 95, of HOST for 270
 COLUMNS = 100
-KERNEL, KERNEL_CELLS = 119, ("kernel", "lookup", "words")
-HOST = 514
-HOST_CELLS = ("nf4", "check", "launch", "starter", "keep", "kept", "host-function")
-HOST_CELLS += ("conditions", "operator")
+KERNEL, KERNEL_CELLS = 127, ("kernel", "lookup")
+HOST = 501
+HOST_CELLS = ("launch", "nf4", "check", "host-function", "kept", "keep", "operator")
+HOST_CELLS += ("your-function",)
 STRETCH = 80  # unfolded lines before an output,
-KERNEL_STRETCH = 91  # and where they begin with the kernel, which with its look-up may be longest
+KERNEL_STRETCH = 127  # and where they begin with the kernel, which with its look-up may be longest
 
 
 # It runs.
@@ -81,7 +81,8 @@ def test_runs_from_top_to_bottom_without_a_gpu(executed, nf4):
     checked, differing = re.search(told, text).groups()
     rows, columns = nf4.SMALL_SHAPES[1]
     expected = 3 * 3 * rows * columns  # host-run: three layers, three dtypes
-    for _, _, state, _ in nf4.comparisons("cpu"):
+    expected += 9 * 64 * 128  # kept-run: nine calls
+    for _, _, state in nf4.comparisons("cpu"):
         expected += math.prod(state.shape)
     assert int(checked.replace(",", "")) == expected > 900_000 and differing == "0"
     assert not (folder / "results").exists(), "the CPU mode must not leave a record"
@@ -505,13 +506,9 @@ def test_what_was_only_expected_of_a_t4_goes_when_one_is_measured():
 
 QUOTED = {  # numbers that stand in no record, and where they come from
     "0.2461": "the code's entry 10",
-    "0.3": "239e9 weights / 32 threads a cycle / 40 multiprocessors / 585 MHz, seconds",
-    "0.9": "239e9 weights x 11.5 / 32 over a T4's 40 x 4 schedulers at 585 MHz, seconds",
     "2.5": "601 GB by 240 GB/s, seconds",
     "1.05": "the challenge's first bar",
     "1.10": "its second",
-    "1.9": "how much slower the driver is on Colab's host",
-    "2.85": "how much slower Python is on Colab's host",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",
     "1.15": "the challenge's last bar",
     "2.6": "du of the tests' environment, GB",
@@ -571,9 +568,9 @@ def test_record_has_its_format(found):
         assert row["eager_us"] > 0
         assert row["compiled_us"] is None if row["error"] else row["compiled_us"] > 0
         assert not row["error"] or row["who"] != "ours"
-    functions = {row["function"] for row in found["compile"]}
-    assert functions == {row["function"] for row in found["compile_times"]}
-    assert functions == {"dequantization", "forward pass", "training step"}
+    timed = {row["function"] for row in found["compile_times"]}
+    assert timed == {"dequantization", "forward pass"}
+    assert {row["function"] for row in found["compile"]} == timed | {"training step"}
 
 
 @pytest.mark.parametrize("found", record.records(RESULTS), ids=lambda found: found["gpu"])
@@ -619,21 +616,22 @@ def test_results_are_data():
 
 
 def test_what_the_gpu_tests_counted():
-    """All in one run; those that time something (`timed`) after it, alone.
+    """In two runs, as its note says; those that time something (`timed`) alone, and before.
 
-    Two tests want a second GPU, which that run had not: what they measured before is in two_gpus.
+    Two tests want a second GPU, which those runs had not: what they measured is in two_gpus.
     """
     counted = [entry for entry in record.records(RESULTS) if "robustness" in entry]
     found, timed = counted[0]["robustness"], counted[0]["timed"]
-    assert found["finished"] and found["failed"] == 0
-    assert found["passed"] >= 1390
+    assert found["failed"] == 0 and (found["finished"] or "the second run" in found["note"])
+    # Without this file's, which need no GPU. 198 are for the look-up by loads, so for a CPU.
+    assert found["passed"] >= 1057
     skipped = found["skipped"] - 2  # for want of a second GPU
     # The machine had no package index and no nbdev; the rest is for CPUs, or for other stacks.
-    assert skipped <= 45
+    assert skipped <= 198 + 45
     sizes = ("small_1024", "llama8b_256", "llama8b_2048", "unsloth")
     assert {f"training_ms_{size}_ours" for size in sizes} <= set(timed)
     assert found["differing"] == found["sanitizer_errors"] == found["load_growth_bytes"] == 0
-    assert found["cases"] >= 12_900 and found["errors"] >= 100 and found["load_calls"] >= 100_000
+    assert found["cases"] >= 12_600 and found["errors"] >= 100 and found["load_calls"] >= 100_000
     on_two = RESULTS["two_gpus"]
     assert on_two["second_gpu_ours_us"] <= 0.6 * on_two["second_gpu_unsloth_us"]
     assert not set(timed) & set(found) - {"gpu", "date"}, "a figure stands twice"
@@ -678,9 +676,9 @@ def test_the_tally_of_a_run_that_is_cut(tmp_path):
 
 
 TOLD = "**Tesla T4**, 2026-11-22, A Processor, 2 cores:"
-TOLD += " 1,234,567 comparisons bit for bit, 0 differ."
+TOLD += " 1,234,567 weights compared bit for bit, 0 differ."
 ITSELF = "| today's Unsloth (1.2), by `test_dequantize` itself |"
-RANGE = "The table gives the range of {} runs; the outputs shown are of {}."
+RANGE = "The table gives the range of the medians of {} runs; the outputs shown are of {}."
 DOCUMENT = """<!-- record:start -->
 <!-- record:end -->
 
@@ -794,7 +792,7 @@ def test_a_t4s_run_is_adopted(copy):
         assert "unmeasured" not in stated and "no time has been measured" not in stated
         assert record.restated(stated, record.load_all()) == stated
     pictures = {path.name for path in record.RESULTS.glob("*.png")}
-    taken_in = {f"tesla-t4-{kind}.png" for kind in ("calls", "formats", "race")}
+    taken_in = {f"tesla-t4-{kind}.png" for kind in ("calls", "formats")}
     assert pictures == taken_in | {"nvidia-h200-calls.png"}
     for cell in record.code_cells(notebook):
         outputs = [output.text for output in cell.outputs]
@@ -810,22 +808,19 @@ def test_a_t4s_run_is_adopted(copy):
 def test_the_tables_of_a_record(a_record):
     runs = [record.summary(a_record(ratio)) for ratio in (1.4, 1.75, 1.6)]
     del runs[0]["ratios"]["peft"]  # as if it had not been there
-    in_bf16_and_mix = [row for row in runs[0]["official_s"] if row["dtype"] != "float16"]
-    runs[0]["official_s"] = in_bf16_and_mix
     assert record.record_table([(a_record(1.6), runs)]).splitlines() == [
         "| speedup over | T4 fp16 | T4 bf16 | T4 mix |",
         "| :--- | ---: | ---: | ---: |",
-        ITSELF + " 1.44–1.57 | 1.26–1.57 | 1.40–1.75 |",
+        ITSELF + " 1.26–1.57 | 1.26–1.57 | 1.40–1.75 |",
         "| today's Unsloth (1.2) |" + 3 * " 1.40–1.75 |",
-        "| Unsloth's older path (three launches) |" + 3 * " 2.00 |",
+        "| Unsloth's older path, three launches |" + 3 * " 2.00 |",
         "| PEFT (3.4) |" + 3 * " 3.00 |",
         "",
         TOLD,
     ]
     shown = record.record_table([(a_record(1.6) | {"median_of": 3}, runs)]).splitlines()[-1]
     more = RANGE.format(3, "the one with the middle fp16 speedup of the 3")
-    fewer = "3 runs (row 1 in fp16 and bf16: of the 2 that raced in them);"
-    assert shown == f"{TOLD} {more.replace('3 runs;', fewer)}"
+    assert shown == f"{TOLD} {more}"
 
 
 def test_all_gpus_stand_in_one_table(a_record):
@@ -900,7 +895,7 @@ def test_every_mark_is_in_sight(nf4):
     rows = []
     for dtype, ours_us, theirs_us in (("float16", 9.0, 30.0), ("float32", 11.0, 9.5)):
         row = {"format": "a", "dtype": dtype, "ours_us": ours_us, "unsloth_today_us": theirs_us}
-        rows.append(row | {"ceiling_us": 10.0})
+        rows.append(row | {"ceiling_us": 10.0, "fraction": 10.0 / ours_us})
     for axes, row in zip(nf4.draw_formats(rows, "formats").axes, rows):
         least, greatest = axes.get_xlim()
         for name in ("ours_us", "unsloth_today_us"):
@@ -910,65 +905,44 @@ def test_every_mark_is_in_sight(nf4):
 
 
 def test_the_estimate_for_a_t4(nf4):
-    """By hand: ours takes 50 us for 40 of kernel here, the mean of shapes; Unsloth's 72 for 42."""
+    """By hand: ours takes 50 us for 40 of kernel here, the mean of shapes; Unsloth's 72 for 42.
+
+    The kernels of the three launches count by their bytes; the mix would repeat what it is made of.
+    """
     harness, formats = [], []
-    times = {"kernel_grid": 71.0, "unsloth_today": 72.0, "unsloth_buffer": 60.0}
-    times |= {"unsloth_puzzle": 100.0, "peft": 150.0}
+    times = {"kernel_grid": 71.0, "unsloth_today": 72.0, "unsloth_puzzle": 100.0, "peft": 150.0}
     for dtype, baseline in itertools.product(("float16", "bfloat16", "original"), times):
+        us = 1000.0 if dtype == "original" else times[baseline]
         entry = {"dtypes": dtype, "baseline": baseline, "ours_us": [45.0, 52.0, 53.0]}
-        harness.append(entry | {"baseline_us": [times[baseline]] * 3})
+        harness.append(entry | {"baseline_us": [us] * 3})
     for shape, dtype in itertools.product(nf4.SHAPES, nf4.DTYPES):
         row = {"format": "{} x {}".format(*shape), "dtype": nf4.name_of(dtype), "ours_us": 40.0}
         formats.append(row | {"unsloth_today_us": 42.0})
     found = {"harness": harness, "formats": formats}
+    more = (0.5 + 1 / 64 + 2 + 1 / 4) / (0.5 + 1 / 64 + 2)  # fp32 scales, written and read twice
+    us = {"ours": 10.0, "unsloth_today": 30.0, "unsloth_puzzle": 100 - 42 * more}
+    assert nf4.host_us(found) == pytest.approx(us)
     rows = nf4.t4_estimate(found)
-    seconds = {(row["share"], row["factor"], row["who"]): row["seconds"] for row in rows}
-    assert len(seconds) == len(rows) == 3 * 2 * 4
+    seconds = {(row["published_s"], row["who"]): row["seconds"] for row in rows}
+    assert len(seconds) == len(rows) == 2 * 3
     n_weights = 3000 * (2048 * 8192 + 1024 * 4096 + 4096 * 14336)
     moving = n_weights * (0.5 + 1 / 64 + 2) / 240e9
-    assert seconds[1.0, 2.85, "ours"] == pytest.approx(moving + 2.85 * 9000 * 10e-6)
-    assert seconds[0.87, 1.9, "ours"] == pytest.approx(moving / 0.87 + 1.9 * 9000 * 10e-6)
-    more = (0.5 + 1 / 64 + 2 + 1 / 4) / (0.5 + 1 / 64 + 2)  # fp32 scales, written and read twice
-    three_here = 9000 * (100 - 42 * more) / 1e6
-    for share in (1.0, 0.95, 0.87):  # ours alone is slower
-        theirs = seconds[share, 2.85, "unsloth_today"]
-        assert theirs == pytest.approx(moving + 2.85 * 9000 * 30e-6)
-        buffer = seconds[share, 1.9, "unsloth_buffer"]
-        assert buffer == pytest.approx(moving + 1.9 * 9000 * 18e-6)
-        three = seconds[share, 2.85, "unsloth_puzzle"]
-        assert three == pytest.approx(moving * more + 2.85 * three_here)
+    for row in rows:
+        published = row["published_s"]
+        factor = (published - moving * more) / (9000 * us["unsloth_puzzle"] / 1e6)
+        assert row["factor"] == pytest.approx(factor)
+        assert seconds[published, "unsloth_puzzle"] == pytest.approx(published)
+        theirs = moving + factor * 9000 * 30e-6
+        assert seconds[published, "unsloth_today"] == pytest.approx(theirs)
+        assert seconds[published, "ours"] == pytest.approx(moving + factor * 9000 * 10e-6)
+        assert moving / row["tie"] + factor * 9000 * 10e-6 == pytest.approx(theirs)
     table = nf4.t4_table(rows)
-    assert len(table) == 3 and len(table.columns) == 3 * 2
-    last = table.loc["our kernel at 87 % of a copy's speed"]
-    ours = seconds[0.87, 2.85, "ours"]
-    assert last["today's Unsloth", "host × 2.85"] == pytest.approx(theirs / ours)
-    assert last["the three launches", "host × 2.85"] == pytest.approx(three / ours)
-    ratio = buffer / seconds[0.87, 1.9, "ours"]
-    assert last["today's Unsloth, one buffer", "host × 1.9"] == pytest.approx(ratio)
-
-
-def test_what_a_call_takes_beyond_its_kernel(nf4):
-    """Three shapes for each; the mix would repeat them, and PEFT's kernels are not known.
-
-    The picture shows both parts of a call, a panel for each shape.
-    """
-    harness, formats = [], []
-    for dtype, baseline in itertools.product(("float16", "original"), ("peft", "kernel_grid")):
-        entry = {"dtypes": dtype, "baseline": baseline, "ours_us": [45.0, 50.0, 55.0]}
-        harness.append(entry | {"baseline_us": [61.0, 62.0, 63.0]})
-    for shape in nf4.HARNESS_SHAPES:
-        row = {"format": "{} x {}".format(*shape), "dtype": "float16", "ours_us": 40.0}
-        formats.append(row | {"unsloth_today_us": 42.0})
-    rows = nf4.beyond_the_kernel({"harness": harness, "formats": formats})
-    assert all(row["dtype"] == "float16" for row in rows) and len(rows) == 6
-    beyond = {"ours": [5.0, 10.0, 15.0], "kernel_grid": [21.0, 22.0, 23.0]}
-    for who, us in beyond.items():
-        assert [row["beyond_us"] for row in rows if row["who"] == who] == us
-    panels = nf4.draw_race(rows, "calls").axes
-    assert [axes.get_title() for axes in panels] == [row["shape"] for row in rows[:3]]
-    for i, axes in enumerate(panels):
-        assert [bar.get_width() for bar in axes.patches] == [40.0, 40.0, 5.0 + 5 * i, 21.0 + i]
-        assert [text.get_text() for text in axes.texts] == [f"40 + {5 + 5 * i}", f"40 + {21 + i}"]
+    assert list(table.index) == list(nf4.PUBLISHED_S)
+    last, ours = table.iloc[-1], seconds[4.1, "ours"]
+    assert last["ours"] == ours and last["host slower by"] == factor
+    assert last["over today's Unsloth"] == pytest.approx(theirs / ours)
+    assert last["over the three launches"] == pytest.approx(4.1 / ours)
+    assert last["a tie at"] == f"{100 * row['tie']:.0f} %"
 
 
 @pytest.fixture
@@ -981,25 +955,16 @@ def test_what_the_claim_says_of_a_t4(nf4, estimated):
     """Marked figures are those of their places; here, that these places are the right ones."""
     claim = " ".join(record.FIGURE.sub(r"\2", MARKDOWN["claim-text"]).split())
     frame = pd.DataFrame(estimated["t4_estimate"])
-    seconds = frame.pivot(index=["share", "factor"], columns="who", values="seconds")
+    seconds = frame.pivot(index="published_s", columns="who", values="seconds")
     told = []
     for who in ("unsloth_today", "unsloth_puzzle"):
         ratios = seconds[who] / seconds["ours"]
         told.append(f"{ratios.min():.2f} to {ratios.max():.2f}")
     today, three_launches = told
-    expected = f"a speedup of {today} there over today's Unsloth, and of {three_launches} over the"
+    equally = "if both kernels come equally near to a copy's speed"
+    expected = f"a speedup of {today} over today's Unsloth there, {equally}, and of"
+    expected = f"{expected} {three_launches}"
     assert expected in claim
-    ratios = seconds["unsloth_today"] / seconds["ours"]
-    points = [points_for(nf4, ratio) for ratio in ratios]
-    expected = f"would give {min(points)} to {max(points)} of the 14 points"
-    assert expected in MARKDOWN["score-text"]
-
-
-def points_for(nf4, ratio):
-    """All points but the speedup's, and those; 1.00 or less costs three."""
-    if ratio <= 1:
-        return 9 - 3
-    return 9 + sum(more for bar, more in nf4.BARS if ratio >= bar)
 
 
 def test_the_kernels_range_in_the_claim():
@@ -1014,15 +979,16 @@ def test_the_kernels_range_in_the_claim():
     assert f"takes {least:.2f} to {greatest:.2f} times as long as ours" in claim
 
 
-def test_the_hosts_factors_are_those_recorded(nf4):
-    """PyTorch's operators alone give 1.8, the driver 2.0: 1.9 stands for both."""
+def test_the_published_times_are_those_recorded(nf4, estimated):
+    """The factors they give lie among those of other published figures, or little below."""
     found = RESULTS["host_factors"]
-    ratios = {}
+    published = found["three_launches_s"]
+    assert nf4.PUBLISHED_S == (published["january"], published["later"])
+    others = []
     for name in ("operator", "driver_launch", "peft_less_three_launches"):
-        ratios[name] = found[name]["t4_us"] / found[name]["h200_us"]
-    by_driver, python = nf4.FACTORS
-    assert ratios["operator"] <= by_driver <= ratios["driver_launch"]
-    assert python == pytest.approx(ratios["peft_less_three_launches"], abs=0.01)
+        others.append(found[name]["t4_us"] / found[name]["h200_us"])
+    for row in estimated["t4_estimate"]:
+        assert 0.9 * min(others) < row["factor"] < max(others)
 
 
 def test_the_estimate_is_that_of_the_record(nf4, estimated):

@@ -3,13 +3,10 @@
 import contextlib
 import copy
 import io
-import operator
 import pickle
 import subprocess
 import sys
-import threading
 import types
-import warnings
 from collections import namedtuple
 
 import bitsandbytes as bnb
@@ -17,7 +14,11 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from bitsandbytes.functional import (
+    _convert_weight_packed_for_cpu,
+    dequantize_4bit,
+    quantize_4bit,
+)
 from helpers import DTYPES, STORAGES, same
 
 GPU = torch.cuda.is_available()
@@ -90,7 +91,6 @@ MALFORMED = {
         replaced("state2.blocksize", lambda s, w: 100),
         r"state2\.blocksize must be a power of two .* got 100",
     ),
-    "repacked for the CPU": (replaced("packing_format_for_cpu", lambda s, w: True), "repacked"),
     "absmax on another device": (replaced("absmax", lambda s, w: s.absmax.to("meta")), "meta"),
     "weight on another device": (lambda w, s: (w.to("meta"), s), "meta"),
     "weight missing": (lambda w, s: (None, s), "NoneType"),
@@ -121,10 +121,10 @@ MALFORMED = {
         r"\(2, 32, 64\)",
     ),
     "state missing": (lambda w, s: (w, None), "quant_state NoneType"),
-    "state is a list": (lambda w, s: (w, [s.absmax, s.shape]), "got .* list: .*'state2'"),
+    "state is a list": (lambda w, s: (w, [s.absmax, s.shape]), "got .* list: .*'absmax'"),
     "state without fields": (
         lambda w, s: (w, types.SimpleNamespace(absmax=s.absmax)),
-        "SimpleNamespace: .*'state2'",
+        "SimpleNamespace: .*'code'",
     ),
     "state of another tensor": (
         lambda w, s: (w, quantize_4bit(w.float(), quant_type="nf4")[1]),
@@ -136,7 +136,7 @@ MALFORMED = {
     ),
     "state2 missing": (
         replaced("state2", lambda s, w: None),
-        "absmax must be 64 contiguous torch.float32",
+        "absmax must be torch.float32, got torch.uint8",
     ),
     "state2.dtype": (
         replaced("state2.dtype", lambda s, w: torch.float16),
@@ -203,19 +203,24 @@ MALFORMED = {
 }
 
 
-# What a kept launch does not see. Repacking, in life, replaces the packed bytes as well, by which
-# it is seen; these sizes equal those that the launch was kept for; negation is asked at first.
-FIRST_CALLS = ("repacked for the CPU", "shape of floats", "weight negated", "blocksize 64.0")
+# What a kept launch does not see: these sizes equal those that it was kept for.
+FIRST_CALLS = ("shape of floats", "blocksize 64.0")
 FIRST_CALLS += ("blocksize np.int64", "blocksize np.int32", "blocksize a tensor")
 FIRST_CALLS += ("state2.blocksize np.int64",)
 
 
-def test_a_nested_state_that_was_repacked_is_told_from_a_missing_layer(nf4, device):
-    """bitsandbytes takes its state2 away."""
-    weight, state = nf4.quantized((64, 128), torch.float16, device)
-    state.packing_format_for_cpu = True
-    del state.state2
-    with pytest.raises(ValueError, match="was repacked for bitsandbytes' CPU kernels"):
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_weight_that_was_repacked_is_refused(nf4, device, nested):
+    """By bitsandbytes, for its CPU kernels; where absmax was nested, that is said."""
+    weight, state = nf4.quantized((64, 128), torch.float16, device, nested=nested)
+    nf4.dequantize_nf4(weight, state)
+    weight, state = _convert_weight_packed_for_cpu(weight, state)
+    told = (
+        "was repacked for bitsandbytes' CPU kernels"
+        if nested
+        else "absmax must be torch.float32, got torch.bfloat16"
+    )
+    with pytest.raises(ValueError, match=told):
         nf4.dequantize_nf4(weight, state)
 
 
@@ -271,7 +276,7 @@ def test_the_operator_called_directly_checks_as_well(nf4, pair, monkeypatch, tal
         pytest.skip("no memory is looked at while tracing")
     change, message = OPERATOR[case]
     ((field, value),) = change.items()
-    described = nf4.nf4_of(*pair)
+    described = helpers.described(nf4, *pair)
     described = described._replace(**{field: value(getattr(described, field))})
     call = torch.ops.nf4_triton.dequantize
     if traced:
@@ -287,7 +292,7 @@ def test_the_operator_called_directly_checks_as_well(nf4, pair, monkeypatch, tal
 
 def test_the_operator_called_directly_gives_the_right_bits(nf4, pair):
     weight, state = pair
-    out = torch.ops.nf4_triton.dequantize(*nf4.nf4_of(weight, state))
+    out = torch.ops.nf4_triton.dequantize(*helpers.described(nf4, weight, state))
     assert nf4.bits_differing(out, dequantize_4bit(weight, state)) == 0
 
 
@@ -345,7 +350,7 @@ def test_an_unaligned_table_is_refused(nf4):
     weight, state = nf4.quantized((64, 64), torch.float16, "cpu")
     state.code = torch.frombuffer(bytearray(100), dtype=torch.float32, count=16, offset=1)
     with pytest.raises(ValueError, match="code is torch.float32 at address 0x"):
-        nf4.nf4_of(weight, state)
+        helpers.described(nf4, weight, state)
 
 
 def test_a_subclass_without_data_is_not_launched(nf4, pair, monkeypatch):
@@ -391,119 +396,6 @@ def test_a_cpu_weight_needs_the_interpreter(nf4, monkeypatch):
     weight, state = nf4.quantized((64, 64), torch.float16, "cpu")
     with pytest.raises(ValueError, match="cpu.*expected a CUDA device"):
         nf4.dequantize_nf4(weight, state)
-
-
-WRONG_SETTINGS = [
-    {"num_warps": 3},
-    {"num_warps": 32},
-    {"num_warps": 0},
-    {"steps": 5},
-    {"steps": "2"},
-    {"steps": -1},
-    {"assembly": 1},
-    {"num_warps": True},
-    {"steps": True},
-]
-
-
-@pytest.mark.parametrize("wrong", WRONG_SETTINGS)
-def test_settings(nf4, wrong):
-    (name, value), *_ = wrong.items()
-    with pytest.raises(ValueError, match=f"{name} must be .*{value!r}"):
-        nf4.Setting(**wrong)
-
-
-@pytest.mark.parametrize("name", ["colour", "evict"])
-def test_a_setting_that_does_not_exist(nf4, name):
-    with pytest.raises(TypeError, match=name):
-        nf4.Setting(**{name: 1})
-
-
-@pytest.fixture
-def refusing(nf4, monkeypatch):
-    """A kernel that refuses some ways of looking up.
-
-    Told which by `refused`; `asked` lists the ways it was asked for.
-    """
-    kernel = nf4._dequantize_nf4_kernel
-    told = types.SimpleNamespace(refused={True}, asked=[])
-
-    class Refusing:
-        def __getitem__(self, grid):
-            def start(*arguments, **constants):
-                told.asked.append(constants["ASSEMBLY"])
-                if constants["ASSEMBLY"] in told.refused:
-                    raise RuntimeError("ptxas: no shfl today")
-                return kernel[grid](*arguments, **constants)
-
-            return start
-
-    monkeypatch.setattr(nf4, "_dequantize_nf4_kernel", Refusing())
-    monkeypatch.setattr(nf4, "ASSEMBLY_FAULT", {})
-    monkeypatch.setattr(nf4, "INTERPRETED", nf4.tl.constexpr(False))  # so that refusals are said
-    if not GPU:  # the interpreter has no libdevice
-        monkeypatch.setattr(nf4, "libdevice", types.SimpleNamespace(mul_rn=operator.mul))
-    return told
-
-
-def test_loads_look_the_code_up_where_the_assembly_is_refused(nf4, pair, monkeypatch, refusing):
-    weight, state = pair
-    described = nf4.nf4_of(*pair) if GPU else tuple_of(nf4, *pair)
-    with pytest.warns(UserWarning, match="loads look the code up: .*no shfl today"):
-        out = nf4.launch(described)[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
-        again = nf4.launch(described)[0]
-    assert refusing.asked[-2:] == [False, False] and refusing.asked.count(True) == 1
-    for answer in (out, again):
-        assert nf4.bits_differing(answer, dequantize_4bit(weight, state)) == 0
-
-
-def tuple_of(nf4, weight, state):
-    """nf4_of, for a CPU weight without the interpreter's leave."""
-    return nf4.NF4(
-        weight, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code,
-        tuple(state.shape), state.dtype, state.blocksize, state.state2.blocksize,
-    )  # fmt: skip
-
-
-def test_the_assembly_is_said_to_work_only_after_it_was_tried(nf4, monkeypatch):
-    """A second thread that asks meanwhile tries it, too, or waits: it keeps nothing untried."""
-    place, answers = torch.device("cpu"), []
-    second = threading.Thread(target=lambda: answers.append(nf4.assembly_works(place)))
-
-    def refusal(device):
-        if threading.current_thread() is not second:
-            assert device not in nf4.ASSEMBLY_FAULT
-            second.start()
-            second.join(1)
-        return "refused"
-
-    monkeypatch.setattr(nf4, "ASSEMBLY_FAULT", {})
-    monkeypatch.setattr(nf4, "refusal_of_the_assembly", refusal)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on a GPU the refusal is told
-        answers.append(nf4.assembly_works(place))
-        second.join()
-    assert answers == [False, False]
-
-
-def test_an_error_that_is_not_the_assemblys_is_raised(nf4, pair, refusing):
-    refusing.refused = {True, False}
-    with warnings.catch_warnings(), pytest.raises(RuntimeError, match="no shfl today"):
-        warnings.simplefilter("ignore")
-        nf4.launch(tuple_of(nf4, *pair))
-
-
-def test_assembly_that_looks_up_what_it_should_not_is_not_used(device):
-    """As if Triton gave word i to another thread than i: the neighbour's."""
-    edit = ("code_ptr + thread % 16", "code_ptr + (thread % 16 ^ 1)")
-    moved = helpers.load("nf4_other_lanes", edit)
-    weight, state = moved.quantized((64, 64), torch.float16, device)
-    with pytest.warns(UserWarning) if GPU else contextlib.nullcontext():
-        out = moved.dequantize_nf4(weight, state)
-    assert moved.bits_differing(out, dequantize_4bit(weight, state)) == 0
-    assert "does not look up" in moved.ASSEMBLY_FAULT[weight.device]
 
 
 KINDS = {
@@ -615,7 +507,7 @@ def test_copied_layers(nf4, device, tally, how, storage, compressed):
             "copy",
             "to the CPU and back",
         ):  # a shallow copy shares tensors and state, so it may share more
-            assert not getattr(clone.weight.quant_state, "_nf4_launch", None)
+            assert not getattr(clone.weight.quant_state, "_nf4_launches", None)
         for _ in range(2 if GPU else 1):
             assert helpers.differing(nf4, tally, same(nf4, tally, *weight_of(clone)), want) == 0
         if how not in ("copy", "to the CPU and back"):

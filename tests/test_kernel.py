@@ -7,7 +7,6 @@ bitsandbytes' own tests name for 4-bit dequantization (test_functional.py, test_
 import collections
 import json
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import helpers
@@ -44,24 +43,33 @@ SHAPES = [
 quick = pytest.mark.quick
 
 
-def settings(nf4, assembly=(True, False)):
-    """The default, few and many words, and steps that a program's absmax2 cuts short."""
-    sizes = [(4, 2), (1, 1), (2, 4), (4, 16)]
-    return [nf4.Setting(warps, steps, way) for warps, steps in sizes for way in assembly]
+# (warps, steps): the default, few and many words, and steps that a program's absmax2 cuts short
+SIZES = [(4, 2), (1, 1), (2, 4), (4, 16)]
 
 
-def launched(nf4, weight, state, setting):
-    return nf4.launch(nf4.nf4_of(weight, state), setting)[0]
+def launched(nf4, weight, state, size=(4, 2)):
+    with helpers.sized(nf4, *size):
+        return nf4.launch(helpers.described(nf4, weight, state))[0]
 
 
 @quick
-def test_the_emulated_assembly_is_what_runs(nf4, device):
-    """By the emulation on a CPU, by the card on a GPU; neither is a silent fallback."""
-    assert nf4.assembly_works(torch.device(device, 0) if GPU else torch.device(device))
-    weight, state = nf4.quantized((64, 64), torch.float16, device)
-    described = nf4.nf4_of(weight, state)
-    _, options = nf4.plan(described, nf4.Setting(), aligned=True)
-    assert options["ASSEMBLY"] is True
+@pytest.mark.skipif(GPU, reason="the emulation is for CPUs")
+def test_the_emulated_assembly_is_what_runs(nf4, device, monkeypatch):
+    """It is no silent fallback: each step looks every word up once."""
+    monkeypatch.setattr(nf4, "SHUFFLES", nf4.tl.constexpr(True))
+    run, asked = helpers.run_assembly, []
+
+    def counting(*arguments):
+        asked.append(arguments[1])
+        return run(*arguments)
+
+    monkeypatch.setattr(
+        nf4.triton.runtime.interpreter.InterpreterBuilder, "create_inline_asm", counting
+    )
+    weight, state = nf4.quantized((64, 128), torch.float16, device)
+    out = launched(nf4, weight, state)
+    assert nf4.bits_differing(out, dequantize_4bit(weight, state)) == 0
+    assert asked == [nf4._LOOK_UP.value] * (64 * 128 // 1024)
 
 
 @quick
@@ -79,58 +87,23 @@ def test_the_emulated_shuffle():
     assert clamped[0] == values[0x50 % 16] and clamped[2] == values[2]
 
 
+WRONG_ASSEMBLY = {
+    "the other nibble": ("weight ^ 1  # the first", "weight  # the first"),
+    "lanes beyond 7 out of reach": ("0x101f, -1;", "0x1007, -1;"),
+    "the word instead of the entry": ("entry, shifted, 0x101f", "$8, shifted, 0x101f"),
+    "every second entry": ("lane, lane, 15;", "lane, lane, 14;"),
+}
+
+
 @quick
-@pytest.mark.skipif(GPU, reason="the emulation is for CPUs")
-@pytest.mark.parametrize(
-    "edit",
-    [
-        ("[code, shifted]", "[code, word >> 4 * i]"),
-        ("0x101f, -1;", "0x1007, -1;"),
-        ("$0, $1, $2", "$0, $2, $2"),
-    ],
-    ids=["the other nibble", "lanes beyond 7 out of reach", "the word instead of the code"],
-)
-def test_wrong_assembly_shows_under_the_emulation(device, edit):
-    wrong = helpers.load("nf4_wrong_assembly", edit)
+@pytest.mark.parametrize("name", WRONG_ASSEMBLY)
+def test_wrong_assembly_shows(device, name):
+    """By the emulation on a CPU, by the card on a GPU."""
+    wrong = helpers.load("nf4_wrong_assembly", WRONG_ASSEMBLY[name])
+    wrong.SHUFFLES = wrong.tl.constexpr(True)
     weight, state = wrong.every_combination(torch.float16, device)
-    right = wrong.spec(weight, state)
-    by = {way: launched(wrong, weight, state, wrong.Setting(assembly=way)) for way in (True, False)}
-    if wrong.ASSEMBLY_FAULT[weight.device]:  # found by its own check before it is used
-        assert "does not look up" in wrong.ASSEMBLY_FAULT[weight.device]
-        wrong.ASSEMBLY_FAULT[weight.device] = None
-        by[True] = launched(wrong, weight, state, wrong.Setting())
-    assert wrong.bits_differing(by[False], right) == 0 and wrong.bits_differing(by[True], right) > 0
-
-
-@quick
-@pytest.mark.skipif(GPU, reason="the emulation is for CPUs")
-@pytest.mark.parametrize("first", range(0, 128, 8))
-def test_the_trial_looks_at_every_thread(nf4, device, monkeypatch, first):
-    """One of a block's eight threads gets what its neighbour asked for."""
-    shuffle = helpers.shuffle
-
-    def wrong(values, lanes, segments):
-        got = shuffle(values, lanes, segments)
-        got[first] = got[first + 1]
-        return got
-
-    assert nf4.refusal_of_the_assembly(torch.device("cpu")) is None
-    monkeypatch.setattr(helpers, "shuffle", wrong)
-    assert nf4.refusal_of_the_assembly(torch.device("cpu")) == "it does not look up what loads do"
-
-
-@quick
-def test_an_assembly_trial_that_runs_out_of_memory_decides_nothing(nf4, device, monkeypatch):
-    def starved(device):
-        raise torch.OutOfMemoryError("none left")
-
-    monkeypatch.setattr(nf4, "ASSEMBLY_FAULT", {})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nf4, "current", starved)
-        with pytest.raises(torch.OutOfMemoryError, match="none left"):
-            nf4.assembly_works(torch.device(device))
-    assert nf4.ASSEMBLY_FAULT == {}
-    assert nf4.assembly_works(torch.device(device))
+    out = launched(wrong, weight, state)
+    assert wrong.bits_differing(out, wrong.spec(weight, state)) > 0
 
 
 @quick
@@ -149,10 +122,13 @@ def test_the_same_traffic_is_all_that_a_dequantization_moves(nf4, nested, dtype,
 
 @quick
 @pytest.mark.skipif(GPU, reason="the emulation is for CPUs")
-def test_the_emulation_refuses_what_it_does_not_know():
-    wrong = helpers.load("nf4_unknown_assembly", ('"shfl.sync.idx.b32', '"shfl.sync.up.b32'))
-    assert not wrong.assembly_works(torch.device("cpu"))
-    assert "knows no shfl.sync.up.b32" in wrong.ASSEMBLY_FAULT[torch.device("cpu")]
+@pytest.mark.parametrize("edit", [("shfl.sync.idx.b32", "shfl.sync.up.b32"), ("=&r,", "=r,")])
+def test_the_emulation_refuses_what_it_does_not_know(edit):
+    """And outputs that may share a register with the word, which is read after they are written."""
+    wrong = helpers.load("nf4_unknown_assembly", edit)
+    wrong.SHUFFLES = wrong.tl.constexpr(True)
+    with pytest.raises(Exception, match="knows no shfl.sync.up.b32|outputs are written early"):
+        launched(wrong, *wrong.quantized((64, 64), torch.float16, "cpu"))
 
 
 @quick
@@ -173,7 +149,7 @@ def test_shapes(nf4, device, look_up, shape, dtype):
 
 @quick
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_nibble_with_every_absmax_code(nf4, device, dtype):
+def test_every_nibble_with_every_absmax_code(nf4, device, look_up, dtype):
     weight, state = nf4.every_combination(dtype, device)
     blocks = state.absmax.repeat_interleave(32).long() * 16
     packed = weight.view(-1)
@@ -181,8 +157,8 @@ def test_every_nibble_with_every_absmax_code(nf4, device, dtype):
         assert (blocks + nibbles.long()).unique().numel() == 16 * 256
     want = nf4.spec(weight, state)
     assert nf4.bits_differing(want, dequantize_4bit(weight, state)) == 0
-    for setting in settings(nf4):
-        assert nf4.bits_differing(launched(nf4, weight, state, setting), want) == 0, setting
+    for size in SIZES:
+        assert nf4.bits_differing(launched(nf4, weight, state, size), want) == 0, size
 
 
 @pytest.mark.parametrize("offset", [pytest.param(0, marks=quick), 1])
@@ -199,14 +175,14 @@ def test_block_sizes(nf4, device, look_up, dtype, blocksize, nested, offset):
 
 @pytest.mark.parametrize("blocksize2", (32, 64, 1024))
 @pytest.mark.parametrize("blocksize", (32, 512))
-def test_other_sizes_of_the_nested_blocks(nf4, device, blocksize, blocksize2):
+def test_other_sizes_of_the_nested_blocks(nf4, device, look_up, blocksize, blocksize2):
     """bitsandbytes takes 256. Where a program would need two absmax2, it takes fewer steps."""
     weight, state = nf4.quantized((2, 1024 * 5), torch.float16, device, blocksize)
     state.state2.blocksize = blocksize2
     state.state2.absmax = torch.rand(-(-state.absmax.numel() // blocksize2), device=device) + 0.5
     want = nf4.spec(weight, state)
-    for setting in settings(nf4):
-        assert nf4.bits_differing(launched(nf4, weight, state, setting), want) == 0, setting
+    for size in SIZES:
+        assert nf4.bits_differing(launched(nf4, weight, state, size), want) == 0, size
 
 
 @pytest.mark.parametrize("blocksize", [128, 512, 4096])
@@ -219,10 +195,11 @@ def test_blocks_across_rows(nf4, device, look_up, blocksize):
 @pytest.mark.parametrize("shape", [(3, 5), (1, 4097), (64, 64), (64, 96)])
 def test_every_element_is_written_and_nothing_beyond(nf4, device, shape, dtype):
     weight, state = nf4.quantized(shape, dtype, device)
-    described, n = nf4.nf4_of(weight, state), math.prod(shape)
-    for setting in settings(nf4):
+    described, n = helpers.described(nf4, weight, state), math.prod(shape)
+    for size in SIZES:
         buffer = torch.full((n + 64,), float("nan"), dtype=dtype, device=device)
-        programs, options = nf4.plan(described, setting, aligned=True)
+        with helpers.sized(nf4, *size):
+            programs, options = nf4.plan(described, aligned=True)
         kernel = nf4._dequantize_nf4_kernel[(programs,)]
         kernel(buffer, *described[:6], n, **options)
         assert nf4.bits_differing(buffer[:n].view(shape), nf4.spec(weight, state)) == 0
@@ -318,9 +295,7 @@ def test_a_product_that_flushes_nothing_is_noticed(device, dtype, nested):
     weight = weight.to(device)
     state.to(device)
     want = dequantize_4bit(weight, state)
-    for assembly in (True, False):
-        out = launched(plain, weight, state, plain.Setting(assembly=assembly))
-        assert plain.bits_differing(out, want) > 1000
+    assert plain.bits_differing(launched(plain, weight, state), want) > 1000
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -436,11 +411,8 @@ def test_errors_are_the_published_ones(nf4, device, tally, dtype, blocksize):
 
 def test_the_published_errors_tell_a_wrong_kernel(device):
     """Wrong by as little as a code that is one step off."""
-    broken = helpers.load(
-        "nf4_off_by_one", ("code_ptr + thread % 16", "code_ptr + (thread % 16 ^ 1)")
-    )
-    where = torch.device(device, 0) if GPU else torch.device(device)
-    broken.ASSEMBLY_FAULT[where] = None  # its own check would find it
+    broken = helpers.load("nf4_off_by_one", WRONG_ASSEMBLY["every second entry"])
+    broken.SHUFFLES = broken.tl.constexpr(True)
     values = normal(device, torch.float32, rows=1)
     weight, state = quantize_4bit(values, blocksize=64, quant_type="nf4")
     error, relative = errors(values, broken.dequantize_nf4(weight, state).view(values.shape))
@@ -513,7 +485,7 @@ class Case(NamedTuple):
     storage: torch.dtype
     offset: int  # of the packed weight in a larger buffer, in bytes
     form: str  # the packed weight's shape
-    assembly: bool
+    assembly: bool  # on a CPU: the code is looked up by the assembly, emulated, or by loads
     scale: float  # of the weights: 1e-4 makes subnormal fp16
     seed: int
 
@@ -608,9 +580,7 @@ def check(nf4, device, tally, case):
         "the packed weight was written to"
     )
     if GPU:
-        assert state._nf4_launch is not None, (
-            "no launch was kept, so the later calls test nothing new"
-        )
+        assert state._nf4_launches, "no launch was kept, so the later calls test nothing new"
 
 
 # More than 256 blocks, so two absmax2, with a ragged and an aligned weight.
@@ -620,7 +590,7 @@ WHOLE = Case((288, 64), torch.float16, 64, True, torch.uint8, 0, "(n, 1)", True,
 
 def run(nf4, device, tally, examples, **options):
     """Checks `examples` cases; how many of them were whole and how many not."""
-    seen, defaults = collections.Counter(), nf4.DEFAULTS
+    seen, shuffles = collections.Counter(), nf4.SHUFFLES
 
     @hypothesis.settings(
         max_examples=examples,
@@ -638,15 +608,14 @@ def run(nf4, device, tally, examples, **options):
     @hypothesis.given(tensors())
     def each(case):
         seen["whole" if case.whole() else "ragged"] += 1
-        nf4.DEFAULTS = {
-            size: replace(setting, assembly=case.assembly) for size, setting in defaults.items()
-        }
+        if not GPU:
+            nf4.SHUFFLES = nf4.tl.constexpr(case.assembly)
         check(nf4, device, tally, case)
 
     try:
         each()
     finally:
-        nf4.DEFAULTS = defaults
+        nf4.SHUFFLES = shuffles
     return seen
 
 
@@ -657,10 +626,13 @@ def test_any_tensor(nf4, device, tally):
 
 
 WRONG = {  # what is made wrong -> (text in the kernel, its replacement)
-    "the look-up by loads": ("(shifted & 0xF)", "((word >> 4 * i) & 0xF)"),
-    "the look-up by assembly": ("[code, shifted]", "[code, word >> 4 * i]"),
+    "the look-up by loads": ("(word >> (4 * (weight ^ 1)))", "(word >> (4 * weight))"),
+    "the look-up by assembly": WRONG_ASSEMBLY["the other nibble"],
     "a word out of bytes": ("byte.to(tl.int32) << (8 * i)", "byte.to(tl.int32) << (8 * (i ^ 1))"),
-    "the last program's mask": ("mask=at * 2 < left", "mask=at * 2 + 2 < left"),
+    "the last program's mask": (
+        "is_there = inside * 2 < n_here",
+        "is_there = inside * 2 + 2 < n_here",
+    ),
     "the scale's place": ("absmax_ptr + block + ", "absmax_ptr + block + 1 + "),
     "one rounding of the scale too few": (
         "_mul_rn(code2, absmax2) + offset",
@@ -671,13 +643,12 @@ WRONG = {  # what is made wrong -> (text in the kernel, its replacement)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_kernel_is_caught(device, monkeypatch, wrong):
+def test_a_wrong_kernel_is_caught(device, wrong):
     if wrong == "one rounding of the scale too few" and not GPU:
         pytest.skip("the interpreter rounds twice")
+    if wrong == "the look-up by loads" and GPU:
+        pytest.skip("loads are for the interpreter")
     broken, tally = helpers.load("nf4_wrong", WRONG[wrong]), collections.Counter()
-    monkeypatch.setattr(
-        broken, "assembly_works", lambda device: True
-    )  # which would find a wrong look-up itself
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     with pytest.raises(AssertionError):
         run(broken, device, tally, 300, phases=phases)
@@ -687,14 +658,13 @@ def test_a_wrong_kernel_is_caught(device, monkeypatch, wrong):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2048, 8192), (1024, 4096), (4096, 14336)])
-def test_harness_shapes_with_every_setting(nf4, tally, shape, dtype):
+def test_harness_shapes_with_every_size(nf4, tally, shape, dtype):
     weight, state = nf4.quantized(shape, dtype, "cuda")
     want = dequantize_4bit(weight, state)
-    for setting in settings(nf4):
+    for size in SIZES:
         for moved in (weight, helpers.moved(weight, 1)):
-            assert helpers.differing(nf4, tally, launched(nf4, moved, state, setting), want) == 0, (
-                setting
-            )
+            out = launched(nf4, moved, state, size)
+            assert helpers.differing(nf4, tally, out, want) == 0, size
 
 
 def piece(weight, state, start, stop):
@@ -716,13 +686,13 @@ def piece(weight, state, start, stop):
     return weight[start // 2 : -(-stop // 2)], part
 
 
-SIZES = [
+COUNTS = [
     (1 << 15) - 3,
     *(pytest.param((1 << 31) + more, marks=pytest.mark.gpu) for more in (1 << 25, 77)),
 ]
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", COUNTS)
 @pytest.mark.parametrize("blocksize", [64, 32])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_than_two_to_the_31_weights(nf4, device, tally, dtype, blocksize, n):

@@ -41,8 +41,10 @@ import sys
 sys.argv.append("--check")
 import roads
 
-wrong = roads.helpers.load("roads_wrong", ("word >> (4 * (i ^ 1))", "word >> 4 * i"))
-roads.ROADS["wrong"] = wrong, roads.LOADS
+by_loads = ("4 * (weight ^ 1)", "4 * weight")
+by_shuffles = ("weight ^ 1  # the first", "weight  # the first")
+wrong = roads.helpers.load("roads_wrong", by_loads, by_shuffles)
+roads.ROADS["wrong"] = wrong, roads.SIZE
 try:
     roads.main(["--check"])
 except RuntimeError as error:
@@ -60,9 +62,10 @@ import roads
 import sm_75
 
 found = {}
-for label, (module, setting) in roads.ROADS.items():
-    if setting == roads.SHUFFLES:
-        code = sm_75.compile_for(module, roads.torch.bfloat16, setting).asm
+edited = roads.ours, roads.two_loops, roads.no_policy, roads.output_first, roads.by_hand
+for label, (module, size) in roads.ROADS.items():
+    if module in edited and size == roads.SIZE:
+        code = sm_75.compile_for(module, roads.torch.bfloat16).asm
         policies = sorted(set(re.findall(r"(?:ld|st)[.]global[.]L1::evict_[a-z]+", code["ptx"])))
         loads = re.findall(r"tt[.]load .*tensor<128x!tt[.]ptr<(i8|i32)>>", code["ttir"])
         found[label] = policies, loads

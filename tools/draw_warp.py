@@ -62,7 +62,7 @@ def draw():
         text(x + column / 4, 2.3, code, 8.0, ha="center")
 
     arrow((lane, 2.2), (lane, 1.85), (first, 1.85), (first, 1.55))
-    text(first + 0.1, 1.95, "shfl.sync.idx.b32 w0, code, shifted, 0x101f, -1", mono=True)
+    text(first + 0.1, 1.95, "shfl.sync.idx.b32 $0, entry, shifted, 0x101f, -1", mono=True)
     text(first + 0.1, 1.65, "hands the entry of lane 10 to lane 5; 0x101f: segments of 16 lanes")
     text(lane + 0.12, 1.95, "All 32 threads ask at once,")
     text(lane + 0.12, 1.75, "each for its own nibble.")

@@ -10,7 +10,8 @@ All runs of a day on one GPU are adopted by one command. Each goes into the list
 results/<gpu>-runs.json. The record, the outputs and the pictures that are shown are those of the
 median run among the folders given, by its ratio over today's Unsloth in fp16 (of an even number,
 the lower of the two in the middle). A run that had not its host to itself is listed with a note
-that says so, and is not shown where another had. Where anything speaks against one of the runs, it
+that says so, and is not shown where another had. One marked "earlier" is of the notebook before
+its last changes. Where anything speaks against one of the runs, it
 is said, and nothing changes.
 
 A run of Colab's is adopted the same way: put its notebook (as nf4_triton.ipynb) and its results/
@@ -46,14 +47,14 @@ DTYPES = {"float16": "fp16", "bfloat16": "bf16", "original": "mix"}
 BASELINES = {  # the rows of the table; a contender that does not exist on a machine has none
     "unsloth_today": "today's Unsloth ({unsloth})",
     "unsloth_buffer": "today's Unsloth into one buffer, each output overwritten",
-    "unsloth_puzzle": "Unsloth's older path (three launches)",
+    "unsloth_puzzle": "Unsloth's older path, three launches",
     "peft": "PEFT ({peft})",
 }
 MEASURED = (
-    "gpu capability date versions cpu cores exact tune formats bandwidth calls host official_s "
+    "gpu capability date versions cpu cores exact formats bandwidth calls host official_s "
     "harness floor compile compile_times t4_estimate launches memory score"
 ).split()
-PICTURES = ("formats", "calls", "race")  # <gpu>-formats.png and so on
+PICTURES = ("formats", "calls")  # <gpu>-formats.png and so on
 FROM_TESTS = ("robustness", "timed", "t4_rehearsal")  # entries of the record beside a run
 TIME = re.compile(r".*_(us|ms_.*)")  # the name of what a test timed
 SILENT = ("install", "environment")  # cells that may have nothing to say
@@ -212,14 +213,14 @@ def told_of(record, runs):
     exact = record["exact"]
     host = f"{record['cpu']}, {record['cores']} cores"
     told = f"**{name_of(record)}**, {record['date']}, {host}:"
-    told += f" {exact['checked']:,} comparisons bit for bit, {exact['differing']} differ."
+    told += f" {exact['checked']:,} weights compared bit for bit, {exact['differing']} differ."
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
-        told += f" The table gives the range of {len(runs)} runs"
-        in_each = [len(official_ratios(runs, dtype)) for dtype in ("float16", "bfloat16")]
-        if min(in_each) < len(runs):  # the first runs had their turns in the mix alone
-            told += f" (row 1 in fp16 and bf16: of the {min(in_each)} that raced in them)"
+        told += f" The table gives the range of the medians of {len(runs)} runs"
+        earlier = sum("earlier" in run for run in runs)  # of the notebook before its last changes
+        if earlier:
+            told += f", {earlier} of them before the last changes"
         told += "; the outputs shown are of"
         told += f" {rule(record['median_of'], alone, listed=len(runs))}."
     return told
@@ -254,12 +255,10 @@ def official_spread(runs, dtype):
 
 
 def official_ratios(runs, dtype):
-    """For each run that had turns of test_dequantize in this dtype, their ratios."""
+    """For each run, the ratios of its turns of test_dequantize in this dtype."""
     found = []
     for run in runs:
-        ratios = [row["ratio"] for row in run["official_s"] if row["dtype"] == dtype]
-        if ratios:
-            found.append(ratios)
+        found.append([row["ratio"] for row in run["official_s"] if row["dtype"] == dtype])
     return found
 
 

@@ -42,8 +42,8 @@ ours = helpers.load()
 WORDS_LOADED = """    if WHOLE:
         words = _load_words(byte_ptr, thread, STEPS)  # issued before the other loads
     else:
-        words = _load_words_or_bytes(byte_ptr, thread, left, STEPS)"""
-LOOKED_UP = "        codes = _look_up(words[step], code, code_ptr, ASSEMBLY)\n"
+        words = _load_words_or_bytes(byte_ptr, thread, n_here, STEPS)"""
+LOOKED_UP = "        codes = _look_up(words[step], code_ptr)  # [WORDS, 8]\n"
 SECOND_LOOP = "    for step in tl.static_range(STEPS):\n"
 two_loops = helpers.load(
     "roads_two_loops",
@@ -57,16 +57,15 @@ two_loops = helpers.load(
 
 POLICIES = {  # address: what our kernel does with what it loads there
     "word_ptr + step * WORDS": "evict_first",
-    "code_ptr + thread % 16": "evict_last",
     "absmax2_ptr + block // BLOCKSIZE2": "evict_last",
     "offset_ptr": "evict_last",
     "code2_ptr + absmax.to(tl.int32)": "evict_last",
-    "code_ptr + (shifted & 0xF)": "evict_last",
 }
 without_policies = []
 for address, policy in POLICIES.items():
     loaded = f'tl.load({address}, eviction_policy="{policy}")'
     without_policies.append((loaded, f"tl.load({address})"))
+without_policies.append(("ld.global.nc.L1::evict_last.b32", "ld.global.nc.b32"))
 no_policy = helpers.load("roads_no_policy", *without_policies)
 
 STORED = "tl.store(out_ptr + first + index, weights"
@@ -80,11 +79,16 @@ by_hand = helpers.load(
     ("if INTERPRETED and DTYPE == tl.bfloat16:", "if DTYPE == tl.bfloat16:"),
 )
 
+for module in (ours, two_loops, no_policy, output_first, by_hand):
+    module.SHUFFLES = tl.constexpr(True)  # in the interpreter, too, which is taught them
+by_loads = helpers.load("roads_by_loads")
+by_loads.SHUFFLES = tl.constexpr(False)
+
 # What the kernels below share with ours.
 INTERPRETED = ours.INTERPRETED
 _mul_rn = ours._mul_rn
 _rounded = by_hand._rounded
-_SHUFFLE = ours._SHUFFLE
+_SHUFFLE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x101f, -1;")
 _SHARE = tl.constexpr(
     "shfl.sync.idx.b32 $0, $2, $3, 0x101f, -1; shfl.sync.idx.b32 $1, $2, $4, 0x101f, -1;"
 )
@@ -147,7 +151,6 @@ def _bytes_kernel(
     WORDS: tl.constexpr,
     STEPS: tl.constexpr,
     WHOLE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
     DECODE: tl.constexpr,  # "chain", "tree" or "loads"
 ):
     """Bytes, all of them masked, each with a scale of its own. Nested."""
@@ -206,7 +209,6 @@ def _scaled_kernel(
     WORDS: tl.constexpr,
     STEPS: tl.constexpr,
     WHOLE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
 ):
     """A lane holds its entry of the code times the scale, in 16 bits each for the two blocks of
     its segment of 16 lanes. Nested, WHOLE, blocks of 64."""
@@ -250,8 +252,8 @@ def bytewise(decode):
     module = helpers.load(f"roads_bytes_by_{decode}")
     plan = module.plan
 
-    def plan_with_decode(nf4, setting, aligned):
-        programs, options = plan(nf4, setting, aligned)
+    def plan_with_decode(nf4, aligned):
+        programs, options = plan(nf4, aligned)
         return programs, options | {"DECODE": decode}
 
     module.plan = plan_with_decode
@@ -264,19 +266,21 @@ scaled._dequantize_nf4_kernel = _scaled_kernel
 
 OURS = "words, the code by shuffles: ours"
 BY_HAND = "bf16 rounded by hand on its bits"
-SHUFFLES = ours.Setting(4, 2)
-LOADS = ours.Setting(4, 2, assembly=False)  # or a kernel that looks up in its own way
-ROADS = {  # label: module, setting; first the way to ours, then what is beside it
-    "bytes, chain of 15 selects": (bytewise("chain"), LOADS),
-    "bytes, tree of 15 selects": (bytewise("tree"), LOADS),
-    "bytes, the code by loads": (bytewise("loads"), LOADS),
-    "words, the code by loads": (ours, LOADS),
-    OURS: (ours, SHUFFLES),
-    "two loops: all scales first": (two_loops, SHUFFLES),
-    "no eviction policy at all": (no_policy, SHUFFLES),
-    "the output evicted first, too": (output_first, SHUFFLES),
-    BY_HAND: (by_hand, SHUFFLES),
-    "the scaled table in the lanes, shuffled": (scaled, LOADS),
+SIZE = (4, 2)  # warps, steps
+ROADS = {  # label: module, (warps, steps); first the way to ours, then what is beside it
+    "bytes, chain of 15 selects": (bytewise("chain"), SIZE),
+    "bytes, tree of 15 selects": (bytewise("tree"), SIZE),
+    "bytes, the code by loads": (bytewise("loads"), SIZE),
+    "words, the code by loads": (by_loads, SIZE),
+    OURS: (ours, SIZE),
+    "one step, not two": (ours, (4, 1)),
+    "four steps": (ours, (4, 4)),
+    "two warps, not four": (ours, (2, 2)),
+    "two loops: all scales first": (two_loops, SIZE),
+    "no eviction policy at all": (no_policy, SIZE),
+    "the output evicted first, too": (output_first, SIZE),
+    BY_HAND: (by_hand, SIZE),
+    "the scaled table in the lanes, shuffled": (scaled, SIZE),
 }
 TAUGHT = {  # what a step taught; the figures are in the rows
     "bytes, chain of 15 selects": "the naive start",
@@ -284,6 +288,9 @@ TAUGHT = {  # what a step taught; the figures are in the rows
     "bytes, the code by loads": "a cache is a table",
     "words, the code by loads": "one scale, eight weights",
     OURS: "the warp is a table",
+    "one step, not two": "all sizes are alike",
+    "four steps": "all sizes are alike",
+    "two warps, not four": "all sizes are alike",
     "two loops: all scales first": "one loop is enough",
     "no eviction policy at all": "policies gain nothing here",
     "the output evicted first, too": "does not help either",
@@ -293,12 +300,17 @@ TAUGHT = {  # what a step taught; the figures are in the rows
 
 
 def roads(dtype):
-    """(label, module, setting) of each road; fp16 is not rounded by hand."""
+    """(label, module, (warps, steps)) of each road; fp16 is not rounded by hand."""
     found = []
-    for label, (module, setting) in ROADS.items():
+    for label, (module, size) in ROADS.items():
         if label != BY_HAND or dtype == torch.bfloat16:
-            found.append((label, module, setting))
+            found.append((label, module, size))
     return found
+
+
+def launch(module, size, nf4):
+    with helpers.sized(module, *size):
+        return module.launch(nf4)
 
 
 def runs(weight, state):
@@ -307,13 +319,11 @@ def runs(weight, state):
     Raises where a bit differs.
     """
     expected = dequantize_4bit(weight, state)
-    nf4 = ours.nf4_of(weight, state)
+    nf4 = helpers.described(ours, weight, state)
     found = {}
     torch.use_deterministic_algorithms(True, warn_only=True)  # fresh outputs hold NaN, no old bits
-    for label, module, setting in roads(state.dtype):
-        if setting.assembly and not module.assembly_works(weight.device):
-            raise RuntimeError(f"{label}: {module.ASSEMBLY_FAULT}")
-        found[label] = partial(module.launch, nf4, setting)
+    for label, module, size in roads(state.dtype):
+        found[label] = partial(launch, module, size, nf4)
         differing = ours.bits_differing(found[label]()[0], expected)
         if differing:
             weights = f"{differing} of {expected.numel()} weights in {state.dtype}"
@@ -337,9 +347,10 @@ def instructions():
 
     counts = {label: {} for label in ROADS}
     for name, dtype in DTYPES.items():
-        for label, module, setting in roads(dtype):
-            compiled = sm_75.compile_for(module, dtype, setting)
-            counts[label][name] = len(sm_75.disassemble(compiled)[0]) / (setting.steps * 8)
+        for label, module, (warps, steps) in roads(dtype):
+            with helpers.sized(module, warps, steps):
+                compiled = sm_75.compile_for(module, dtype)
+            counts[label][name] = len(sm_75.disassemble(compiled)[0]) / (steps * 8)
     return counts
 
 
@@ -348,9 +359,9 @@ def measure():
     rows = []
     for name, dtype in DTYPES.items():
         weight, state = ours.quantized(SHAPE, dtype, "cuda")
-        traffic = ours.ceilings(ours.nf4_of(weight, state))
+        traffic = ours.ceilings(helpers.described(ours, weight, state))
         times = ours.kernel_us(runs(weight, state) | traffic, rounds=5)
-        ceiling = min(times.pop(setting) for setting in traffic)
+        ceiling = min(times.pop(name) for name in traffic)
         for label, us in times.items():
             row = {"step": label, "dtype": name, "us": us, "ceiling_us": ceiling}
             rows.append(row | {"sm_75_instructions": counts[label][name]})

@@ -5,7 +5,7 @@
     python tools/sm_75.py --matrix   with every Triton of VERSIONS, one process each; writes
                                      results/sm_75.json
 
-Beside the look-up by assembly the object holds the one by `loads`, the kernel for `ragged` tensors
+Beside the look-up by assembly the object holds one by `loads`, the kernel for `ragged` tensors
 (its last program is masked, an odd address is gathered from bytes: the instructions of all branches
 are counted), and for the Tritons of WITH_ARCHITECTURES the same for newer `architectures`. What
 does not compile is reported as {"compiled": false, "error": ...}; the exit status is then 1.
@@ -20,14 +20,12 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import helpers  # noqa: E402
-import torch  # noqa: E402
 import triton  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -40,12 +38,10 @@ CACHE = helpers.ROOT / ".venv" / "nf4-triton"
 RECORD = helpers.ROOT / "results" / "sm_75.json"
 
 
-def compile_for(nf4, dtype, setting, n_weights=4096 * 4096, capability=75):
+def compile_for(nf4, dtype, n_weights=4096 * 4096, capability=75):
     """The notebook's CompiledKernel for sm_<capability>: n_weights weights in aligned tensors."""
-    meta = torch.empty(0, device="meta")
-    nf4.ASSEMBLY_FAULT[meta.device] = None  # nothing can be tried on a device without memory
-    described = nf4.NF4(*[meta] * 6, (n_weights,), dtype, 64, 256)
-    _, constants = nf4.plan(described, setting, aligned=True)
+    described = nf4.NF4(*[None] * 6, (n_weights,), dtype, 64, 256)
+    _, constants = nf4.plan(described, aligned=True)
     options = {"num_warps": constants.pop("num_warps")}
     kernel = nf4._dequantize_nf4_kernel
     names = kernel.arg_names
@@ -53,13 +49,10 @@ def compile_for(nf4, dtype, setting, n_weights=4096 * 4096, capability=75):
     types |= {"out_ptr": helpers.POINTERS[dtype], "weight_ptr": "*u8", "absmax_ptr": "*u8"}
     types |= {"n_weights": "i32"}
     types |= dict.fromkeys(constants, "constexpr")
-    unaligned = set(constants)
-    if n_weights % 16:
-        unaligned.add("n_weights")
-    aligned = {}
-    for i, name in enumerate(names):
-        if name not in unaligned:
-            aligned[i,] = [["tt.divisibility", 16]]
+    multiples = ["out_ptr"]  # of 16; the kernel is not specialized on the others' addresses
+    if n_weights % 16 == 0:
+        multiples.append("n_weights")
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, types, values, aligned)
     target = GPUTarget("cuda", capability, 32)
@@ -84,7 +77,7 @@ def output_of(*command):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def facts(compiled, setting):
+def facts(compiled, steps):
     """Counts from the machine code; its global loads and stores as {bits: number}."""
     instructions, usage = disassemble(compiled)
     operations = []
@@ -105,7 +98,7 @@ def facts(compiled, setting):
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spills": int(re.search(r"LOCAL:(\d+)", usage)[1]),
         "shared": compiled.metadata.shared,
-        "instructions_per_weight": len(instructions) / (setting.steps * 8),
+        "instructions_per_weight": len(instructions) / (steps * 8),
         "shuffles": sum(o.startswith("SHFL") for o in operations),
         "load_bits": widths("LDG"),
         "packed_load_bits": widths("LDG", ".EF"),  # evict first: only packed words are read so
@@ -113,13 +106,13 @@ def facts(compiled, setting):
     }
 
 
-def facts_of(nf4, capability, assembly=True, n_weights=4096 * 4096):
+def facts_of(nf4, capability, n_weights=4096 * 4096):
     """{dtype: facts} for one architecture, and the reason where it does not compile."""
     found = {}
     for dtype in helpers.DTYPES:
-        setting = replace(nf4.DEFAULTS[dtype.itemsize], assembly=assembly)
+        steps = nf4.STEPS_OF[dtype.itemsize]
         try:
-            entry = facts(compile_for(nf4, dtype, setting, n_weights, capability), setting)
+            entry = facts(compile_for(nf4, dtype, n_weights, capability), steps)
         except Exception as failure:
             entry = failed(f"{type(failure).__name__}: {failure}")
         found[name_of(dtype)] = entry
@@ -132,17 +125,18 @@ def failed(reason):
 
 def all_facts(nf4):
     """What this process's Triton makes of the kernel."""
+    by_loads = helpers.load("nf4_by_loads")
+    by_loads.SHUFFLES = by_loads.tl.constexpr(False)
 
     def every(capability):
         found = facts_of(nf4, capability)
-        found["loads"] = facts_of(nf4, capability, assembly=False)
+        found["loads"] = facts_of(by_loads, capability)
         found["ragged"] = facts_of(nf4, capability, n_weights=4097 * 4095)
         return found
 
-    settings = {}
+    settings = {}  # warps, steps
     for dtype in helpers.DTYPES:
-        setting = nf4.DEFAULTS[dtype.itemsize]
-        settings[name_of(dtype)] = [setting.num_warps, setting.steps]
+        settings[name_of(dtype)] = [nf4.WARPS, nf4.STEPS_OF[dtype.itemsize]]
     report = {"triton": triton.__version__, "settings": settings, **every(75)}
     if triton.__version__ in WITH_ARCHITECTURES:
         architectures = {str(capability): every(capability) for capability in ARCHITECTURES}
