@@ -615,14 +615,21 @@ def test_results_are_data():
     assert {path.name for path in paths if path.suffix == ".png"} == pictures
 
 
-def test_what_the_gpu_tests_counted():
-    """In two runs, as its note says; those that time something (`timed`) alone, and before.
+def gpu_tests():
+    """What the tests counted on the GPU; what those that time something measured, run alone."""
+    (entry,) = [entry for entry in record.records(RESULTS) if "robustness" in entry]
+    return entry["robustness"], entry["timed"]
 
-    Two tests want a second GPU, which those runs had not: what they measured is in two_gpus.
-    """
-    counted = [entry for entry in record.records(RESULTS) if "robustness" in entry]
-    found, timed = counted[0]["robustness"], counted[0]["timed"]
-    assert found["failed"] == 0 and (found["finished"] or "the second run" in found["note"])
+
+@pytest.mark.xfail(strict=True, reason="they ran in two parts, the second cut: see their note")
+def test_the_gpu_tests_came_to_their_end():
+    assert gpu_tests()[0]["finished"]
+
+
+def test_what_the_gpu_tests_counted():
+    """Two tests want a second GPU, which those runs had not: what they measured is in two_gpus."""
+    found, timed = gpu_tests()
+    assert found["failed"] == 0
     # Without this file's, which need no GPU. 198 are for the look-up by loads, so for a CPU.
     assert found["passed"] >= 1057
     skipped = found["skipped"] - 2  # for want of a second GPU

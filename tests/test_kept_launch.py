@@ -45,12 +45,8 @@ def called(nf4, device, **options):
     """A weight and its state with a kept launch."""
     weight, state = fresh(nf4, device, **options)
     nf4.dequantize_nf4(weight, state)
-    assert kept_with(state), "no launch was kept, so nothing is tested"
+    assert nf4.launches_of(state), "no launch was kept, so nothing is tested"
     return weight, state
-
-
-def kept_with(state):
-    return getattr(state, "_nf4_launches", ())
 
 
 def data_swapped(name):
@@ -223,7 +219,7 @@ def test_an_error_of_the_start_is_not_taken_for_a_lost_field(kept, device):
     def failing(*_):
         raise AttributeError("in the launcher")
 
-    kept_with(state)[0].start_kernel = failing
+    kept.launches_of(state)[0].start_kernel = failing
     with pytest.raises(AttributeError, match="in the launcher"):
         kept.dequantize_nf4(weight, state)
 
@@ -323,7 +319,7 @@ def test_weights_that_alternate_between_two_buffers_keep_the_launch(kept, device
             want = want.t() if packed.shape[0] == 1 else want
             assert kept.bits_differing(kept.dequantize_nf4(packed, state), want) == 0
     assert count == [3], "one for each form in which it comes, but the first, which was kept before"
-    assert len(kept_with(state)) == 4
+    assert len(kept.launches_of(state)) == 4
 
 
 def test_tables_that_move_keep_the_launch(kept, device, monkeypatch):
@@ -345,7 +341,7 @@ def test_so_many_launches_are_kept_and_no_more(kept, device):
         assert (
             kept.bits_differing(kept.dequantize_nf4(weight, state), kept.spec(weight, state)) == 0
         )
-    found = [launch.facts[0] for launch in kept_with(state)]
+    found = [launch.facts[0] for launch in kept.launches_of(state)]
     assert found == shapes[: -1 - kept.KEPT_AT_MOST : -1]
 
 
@@ -416,7 +412,7 @@ def check_hook(which, add):
             if add:
                 hook.remove(note)
         assert count == [1] and len(seen) == (1 if GPU else 0)  # the interpreter calls no hooks
-        assert len(kept_with(state)) == 1, "a launch that somebody looks at is not kept"
+        assert len(nf4.launches_of(state)) == 1, "a launch that somebody looks at is not kept"
 
     return check
 
@@ -430,7 +426,7 @@ def test_no_hook_and_a_plain_function_as_a_hook(kept, device, monkeypatch, which
         monkeypatch.setattr(kept.RUNTIME, which, hook)
         for _ in range(3):
             check_right(kept, weight, state)
-        assert len(kept_with(state)) == 1 and count == [plain]
+        assert len(kept.launches_of(state)) == 1 and count == [plain]
     assert len(seen) == (3 if GPU else 0)
 
 
@@ -513,7 +509,7 @@ def check_no_offset(nf4, monkeypatch, device):
     for _ in range(2):
         want = nf4.spec(weight, state)
         assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), want) == 0
-    assert kept_with(state)
+    assert nf4.launches_of(state)
 
 
 def check_nested(nf4, monkeypatch, device):
@@ -575,7 +571,7 @@ def check_transposed_3d(nf4, monkeypatch, device):
     weight, state = fresh(nf4, device)
     state.shape = torch.Size((4, *state.shape[1:], state.shape[0] // 4))
     nf4.dequantize_nf4(weight, state)
-    assert kept_with(state), "no launch was kept, so nothing is tested"
+    assert nf4.launches_of(state), "no launch was kept, so nothing is tested"
     with pytest.raises(ValueError, match="contiguous packed bytes"):
         nf4.dequantize_nf4(weight.data.t(), state)
 
@@ -629,7 +625,7 @@ def check_state2_appears(nf4, monkeypatch, device):
     want = dequantize_4bit(weight, state)
     for _ in range(2):
         assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), want) == 0
-    assert kept_with(state), "no launch was kept, so nothing is tested"
+    assert nf4.launches_of(state), "no launch was kept, so nothing is tested"
     state.state2 = fresh(nf4, device)[1].state2
     with pytest.raises(ValueError, match="absmax must be torch.uint8, got torch.float32"):
         nf4.dequantize_nf4(weight, state)
@@ -683,7 +679,7 @@ def check_halved(nf4, monkeypatch, device):
     weight, state = fresh(nf4, device)
     weight.data = weight.data.view(-1).view(torch.float16).view(-1, 1)
     nf4.dequantize_nf4(weight, state)
-    assert kept_with(state), "no launch was kept, so nothing is tested"
+    assert nf4.launches_of(state), "no launch was kept, so nothing is tested"
     weight.data = weight.data.view(-1).view(torch.uint8)[: len(weight)].view(-1, 1)
     with pytest.raises(ValueError, match="contiguous packed bytes"):
         nf4.dequantize_nf4(weight, state)
@@ -693,7 +689,7 @@ def check_shape_a_list(nf4, monkeypatch, device):
     weight, state = fresh(nf4, device)
     state.shape = list(state.shape)
     nf4.dequantize_nf4(weight, state)
-    assert not kept_with(state), "it would be used after the list has changed"
+    assert not nf4.launches_of(state), "it would be used after the list has changed"
 
 
 def check_no_weights(nf4, monkeypatch, device):
@@ -704,7 +700,7 @@ def check_no_weights(nf4, monkeypatch, device):
     weight = torch.empty((0, 1), dtype=torch.uint8, device=device)
     for _ in range(2):
         assert nf4.dequantize_nf4(weight, state).shape == (0, 64)
-    assert not kept_with(state)
+    assert not nf4.launches_of(state)
     called(nf4, device)  # and others are kept as before
 
 
@@ -712,17 +708,17 @@ def check_captured(nf4, monkeypatch, device):
     """While a graph is captured (so it is said here) nothing is kept, and nothing is dropped."""
     weight, state = fresh(nf4, device)
     kept_weight, kept_state = called(nf4, device, seed=1)
-    first = kept_with(kept_state)
+    first = nf4.launches_of(kept_state)
     kept_state.dtype = torch.bfloat16
     monkeypatch.setattr(nf4, "is_capturing", lambda device: True)
     check_right(nf4, weight, state)
-    assert not kept_with(state)
+    assert not nf4.launches_of(state)
     for _ in range(2):
         check_right(nf4, kept_weight, kept_state)
-        assert kept_with(kept_state) is first, "in a capture, what was kept stays"
+        assert nf4.launches_of(kept_state) is first, "in a capture, what was kept stays"
     monkeypatch.setattr(nf4, "is_capturing", lambda device: False)
     check_right(nf4, kept_weight, kept_state)
-    assert len(kept_with(kept_state)) == 2, "out of it, a new launch is kept"
+    assert len(nf4.launches_of(kept_state)) == 2, "out of it, a new launch is kept"
 
 
 def check_two_that_are_one(nf4, monkeypatch, device):
@@ -732,7 +728,7 @@ def check_two_that_are_one(nf4, monkeypatch, device):
     state.state2.absmax = state.offset
     for _ in range(3):
         check_right(nf4, weight, state)
-    assert not kept_with(state), "each call would keep another one, and use none"
+    assert not nf4.launches_of(state), "each call would keep another one, and use none"
 
 
 def check_default_dtype(what, dtype):
@@ -752,7 +748,7 @@ def check_default_dtype(what, dtype):
             torch.set_default_dtype(usual)
         assert field(state, what).dtype == dtype, "nothing is tested"
         check_right(nf4, weight, state)
-        assert not kept_with(state)
+        assert not nf4.launches_of(state)
 
     return check
 
@@ -852,7 +848,7 @@ def check_nothing_is_kept(nf4, device, reason):
         for each in [(weight, state), fresh(nf4, device, seed=1)]:
             for _ in range(2):
                 check_right(nf4, *each)
-            assert not kept_with(each[1])
+            assert not nf4.launches_of(each[1])
 
 
 def test_nothing_is_kept_where_the_trial_gives_other_bits(kept, device, monkeypatch):
@@ -871,13 +867,21 @@ def test_nothing_is_kept_where_the_trial_gives_other_bits(kept, device, monkeypa
     assert len(tried) == 1 and list(kept.KEEPING_FAULT.values()) == ["other bits"]
 
 
-@pytest.mark.parametrize(
-    "missing", ["launch_kernel", "empty_cuda", "current_stream", "TensorGuards"]
-)
+NO_CALL = "'NoneType' object is not callable"
+NO_PARTIAL = "the first argument must be callable"
+WITHOUT = {  # what is missing -> what is said: of two of them a partial is made
+    "launch_kernel": NO_PARTIAL,
+    "empty_cuda": NO_PARTIAL,
+    "current_stream": NO_CALL,
+    "TensorGuards": NO_CALL,
+}
+
+
+@pytest.mark.parametrize("missing", WITHOUT)
 def test_falls_back_where_internals_are_not_as_expected(kept, device, monkeypatch, missing):
     monkeypatch.setattr(kept, "KEEPING_FAULT", {})
     monkeypatch.setattr(kept, missing, None)
-    check_nothing_is_kept(kept, device, ".*callable")
+    check_nothing_is_kept(kept, device, f".*{WITHOUT[missing]}")
     assert len(kept.KEEPING_FAULT) == 1
 
 
@@ -904,7 +908,7 @@ def test_a_trial_that_runs_out_of_memory_decides_nothing(kept, device, monkeypat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_right(kept, weight, state)
-    assert not kept_with(state) and kept.KEEPING_FAULT == {}
+    assert not kept.launches_of(state) and kept.KEEPING_FAULT == {}
     monkeypatch.setattr(kept, "KeptLaunch", kept_launch)
     called(kept, device)
     assert list(kept.KEEPING_FAULT.values()) == [None]
@@ -922,7 +926,7 @@ def test_a_launch_that_cannot_be_kept_says_nothing_of_others(kept, device, monke
         warnings.simplefilter("error")
         patch.setattr(kept, "KeptLaunch", failing)
         check_right(kept, weight, state)
-    assert not kept_with(state) and list(kept.KEEPING_FAULT.values()) == [None]
+    assert not kept.launches_of(state) and list(kept.KEEPING_FAULT.values()) == [None]
     called(kept, device, seed=2)
 
 
@@ -1009,7 +1013,7 @@ def test_a_first_call_in_a_cuda_graph_keeps_nothing(nf4):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = nf4.dequantize_nf4(weight, state)
-    assert not kept_with(state)
+    assert not nf4.launches_of(state)
     out.zero_()
     graph.replay()
     torch.cuda.synchronize()
@@ -1114,14 +1118,14 @@ def test_a_start_that_writes_nothing_is_refused(nf4, monkeypatch):
         weight, state = try_a_start_that_writes_nothing(nf4, monkeypatch)
     for _ in range(2):
         check_right(nf4, weight, state)
-    assert not kept_with(state)
+    assert not nf4.launches_of(state)
 
 
 @pytest.mark.gpu
 def test_without_its_nans_such_a_start_would_be_taken(monkeypatch):
     weakened = helpers.load("nf4_without_nans", ("torch.full_like(out, math.nan)", "None"))
     _, state = try_a_start_that_writes_nothing(weakened, monkeypatch)
-    assert kept_with(state)
+    assert weakened.launches_of(state)
 
 
 CONDITIONS = {  # of a kept launch -> the cases above that must fail without it

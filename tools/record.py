@@ -11,8 +11,7 @@ results/<gpu>-runs.json. The record, the outputs and the pictures that are shown
 median run among the folders given, by its ratio over today's Unsloth in fp16 (of an even number,
 the lower of the two in the middle). A run that had not its host to itself is listed with a note
 that says so, and is not shown where another had. One marked "earlier" is of the notebook before
-its last changes. Where anything speaks against one of the runs, it
-is said, and nothing changes.
+its last changes. Where anything speaks against one of the runs, it is said, and nothing changes.
 
 A run of Colab's is adopted the same way: put its notebook (as nf4_triton.ipynb) and its results/
 into DIR. Four files may lie beside them: robustness.json (`pytest tests --tally FILE`), timed.json
