@@ -263,7 +263,7 @@ def keep_on_cpu(nf4, monkeypatch, scratches=SCRATCHES):
     monkeypatch.setattr(nf4, "launch_kernel", launch_kernel)
     monkeypatch.setattr(nf4, "empty_cuda", empty)
     monkeypatch.setattr(nf4, "current_stream", lambda index: world.stream)
-    monkeypatch.setattr(nf4, "KEEPING_FAULT", {})
+    monkeypatch.setattr(nf4, "KEEPING", {})
     return world
 
 

@@ -87,8 +87,8 @@ def test_compiled_calls_are_timed_beside_others(nf4, monkeypatch):
     monkeypatch.setattr(torch, "compile", imitated)
     monkeypatch.setattr(nf4, "call_us", imitated_us)
     option = nf4.SMALL_OPTIONS[0]
-    rows = nf4.compile_times(option, turns=2)
-    whos = ["ours", "today's Unsloth", "bitsandbytes"]
+    rows = nf4.compile_times(option, rounds=2)
+    whos = ["ours", "unsloth_today", "bitsandbytes"]
     expected = list(itertools.product(["dequantization", "forward pass"], whos))
     assert [(row["function"], row["who"]) for row in rows] == expected
     # All six take a turn before the first has its second; in each, eager comes before compiled.
@@ -133,11 +133,11 @@ def test_what_does_not_compile_right_has_no_time(nf4, monkeypatch, who, fault, t
     monkeypatch.setattr(torch, "compile", imitated)
     if who == "your_dequantize_nf4":
         with pytest.raises((RuntimeError, AssertionError), match=told):
-            nf4.compile_times(nf4.SMALL_OPTIONS[0], turns=1)
+            nf4.compile_times(nf4.SMALL_OPTIONS[0], rounds=1)
         return
-    rows = nf4.compile_times(nf4.SMALL_OPTIONS[0], turns=1)
+    rows = nf4.compile_times(nf4.SMALL_OPTIONS[0], rounds=1)
     failed = [row for row in rows if row["error"]]
-    assert {row["who"] for row in failed} == {"today's Unsloth"} and len(failed) == 2
+    assert {row["who"] for row in failed} == {"unsloth_today"} and len(failed) == 2
     assert all(row["compiled_us"] is None and told in row["error"] for row in failed)
 
 

@@ -71,6 +71,10 @@ MALFORMED = {
         replaced("absmax", lambda s, w: None),
         "absmax must be a tensor, got NoneType",
     ),
+    "absmax nested": (
+        replaced("absmax", lambda s, w: torch.nested.nested_tensor([s.absmax])),
+        "absmax must be a tensor, got a nested one",
+    ),
     "offset missing": (
         replaced("offset", lambda s, w: None),
         "offset must be a tensor, got NoneType",
@@ -206,7 +210,7 @@ MALFORMED = {
 # What a kept launch does not see: these sizes equal those that it was kept for.
 FIRST_CALLS = ("shape of floats", "blocksize 64.0")
 FIRST_CALLS += ("blocksize np.int64", "blocksize np.int32", "blocksize a tensor")
-FIRST_CALLS += ("state2.blocksize np.int64",)
+FIRST_CALLS += ("state2.blocksize np.int64", "absmax nested")
 
 
 @pytest.mark.parametrize("nested", [True, False])

@@ -516,7 +516,7 @@ def check_nested(nf4, monkeypatch, device):
     """A torch.Tensor without strides, at which torch's guard would end the process."""
     weight, state = called(nf4, device)
     nf4.dequantize_nf4(weight.data, state)
-    with pytest.raises(Exception, match="[Nn]ested"):
+    with pytest.raises(TypeError, match="the weight must be a tensor, got a nested one"):
         nf4.dequantize_nf4(torch.nested.nested_tensor([weight.data.view(-1)]), state)
 
 
@@ -694,7 +694,7 @@ def check_shape_a_list(nf4, monkeypatch, device):
 
 def check_no_weights(nf4, monkeypatch, device):
     """No kernel ran, so none can be kept; that says nothing of the device."""
-    monkeypatch.setattr(nf4, "KEEPING_FAULT", {})
+    monkeypatch.setattr(nf4, "KEEPING", {})
     _, state = fresh(nf4, device, nested=False)
     state.shape, state.absmax = torch.Size((0, 64)), state.absmax[:0]
     weight = torch.empty((0, 1), dtype=torch.uint8, device=device)
@@ -829,13 +829,28 @@ def starts(nf4, monkeypatch):
 
 
 def test_a_launch_is_tried_once_on_each_device(kept, device, monkeypatch):
-    monkeypatch.setattr(kept, "KEEPING_FAULT", {})
+    monkeypatch.setattr(kept, "KEEPING", {})
     count = starts(kept, monkeypatch)
     layers = [called(kept, device, seed=seed) for seed in range(3)]
-    assert count == [1] and list(kept.KEEPING_FAULT.values()) == [None]
+    assert count == [1] and list(kept.KEEPING.values()) == [True]
     for weight, state in layers:
         check_right(kept, weight, state)
     assert count == [4]
+
+
+def test_the_steps_of_a_call_are_timed(kept, device, monkeypatch):
+    waits = []
+
+    def imitated_us(function, x, wait):
+        function(x)
+        waits.append(wait)
+        return 2.0
+
+    monkeypatch.setattr(kept, "call_us", imitated_us)
+    weight, weight.quant_state = fresh(kept, device)
+    rows = kept.time_steps(types.SimpleNamespace(weight=weight), rounds=2)
+    assert [row["us"] for row in rows] == 5 * [2.0] and waits == 10 * [False]
+    assert [row["step"] for row in rows][1:3] == ["does it fit?", "addresses"]
 
 
 def check_nothing_is_kept(nf4, device, reason):
@@ -852,7 +867,7 @@ def check_nothing_is_kept(nf4, device, reason):
 
 
 def test_nothing_is_kept_where_the_trial_gives_other_bits(kept, device, monkeypatch):
-    monkeypatch.setattr(kept, "KEEPING_FAULT", {})
+    monkeypatch.setattr(kept, "KEEPING", {})
     launch_kernel = kept.launch_kernel
     other_weight, _ = fresh(kept, device, seed=9)
     tried = []
@@ -863,8 +878,8 @@ def test_nothing_is_kept_where_the_trial_gives_other_bits(kept, device, monkeypa
         launch_kernel(*fixed, (out_at, other_weight.data_ptr(), *rest), stream)
 
     monkeypatch.setattr(kept, "launch_kernel", launch_another)
-    check_nothing_is_kept(kept, device, "other bits")
-    assert len(tried) == 1 and list(kept.KEEPING_FAULT.values()) == ["other bits"]
+    check_nothing_is_kept(kept, device, r"RuntimeError\('other bits'\)")
+    assert len(tried) == 1 and list(kept.KEEPING.values()) == [False]
 
 
 NO_CALL = "'NoneType' object is not callable"
@@ -879,15 +894,15 @@ WITHOUT = {  # what is missing -> what is said: of two of them a partial is made
 
 @pytest.mark.parametrize("missing", WITHOUT)
 def test_falls_back_where_internals_are_not_as_expected(kept, device, monkeypatch, missing):
-    monkeypatch.setattr(kept, "KEEPING_FAULT", {})
+    monkeypatch.setattr(kept, "KEEPING", {})
     monkeypatch.setattr(kept, missing, None)
     check_nothing_is_kept(kept, device, f".*{WITHOUT[missing]}")
-    assert len(kept.KEEPING_FAULT) == 1
+    assert len(kept.KEEPING) == 1
 
 
 def test_falls_back_where_the_compiled_kernel_is_not_as_expected(kept, device, monkeypatch):
     """A renamed attribute of Triton's costs the kept launch, not the call."""
-    monkeypatch.setattr(kept, "KEEPING_FAULT", {})
+    monkeypatch.setattr(kept, "KEEPING", {})
 
     def renamed(*_):
         raise AttributeError("no function")
@@ -903,15 +918,15 @@ def test_a_trial_that_runs_out_of_memory_decides_nothing(kept, device, monkeypat
     def starved(*_):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(kept, "KEEPING_FAULT", {})
+    monkeypatch.setattr(kept, "KEEPING", {})
     monkeypatch.setattr(kept, "KeptLaunch", starved)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_right(kept, weight, state)
-    assert not kept.launches_of(state) and kept.KEEPING_FAULT == {}
+    assert not kept.launches_of(state) and kept.KEEPING == {}
     monkeypatch.setattr(kept, "KeptLaunch", kept_launch)
     called(kept, device)
-    assert list(kept.KEEPING_FAULT.values()) == [None]
+    assert list(kept.KEEPING.values()) == [True]
 
 
 def test_a_launch_that_cannot_be_kept_says_nothing_of_others(kept, device, monkeypatch):
@@ -926,7 +941,7 @@ def test_a_launch_that_cannot_be_kept_says_nothing_of_others(kept, device, monke
         warnings.simplefilter("error")
         patch.setattr(kept, "KeptLaunch", failing)
         check_right(kept, weight, state)
-    assert not kept.launches_of(state) and list(kept.KEEPING_FAULT.values()) == [None]
+    assert not kept.launches_of(state) and list(kept.KEEPING.values()) == [True]
     called(kept, device, seed=2)
 
 
@@ -943,7 +958,7 @@ class Refuses:
 @pytest.mark.parametrize("how", ["frozen", "refuses"])
 def test_a_state_that_takes_no_attributes_keeps_nothing(kept, device, monkeypatch, how):
     """And leaves the launches of other states alone."""
-    monkeypatch.setattr(kept, "KEEPING_FAULT", {})
+    monkeypatch.setattr(kept, "KEEPING", {})
     weight, state = fresh(kept, device)
     names = ("absmax", "code", "offset", "state2", "shape", "dtype", "blocksize", "quant_type")
     fields = {name: getattr(state, name) for name in names}
@@ -954,7 +969,7 @@ def test_a_state_that_takes_no_attributes_keeps_nothing(kept, device, monkeypatc
     for _ in range(2):
         out = kept.dequantize_nf4(weight, frozen)
         assert kept.bits_differing(out, dequantize_4bit(weight.data, state)) == 0
-    assert not hasattr(frozen, "_nf4_launches") and list(kept.KEEPING_FAULT.values()) == [None]
+    assert not hasattr(frozen, "_nf4_launches") and list(kept.KEEPING.values()) == [True]
     called(kept, device)
 
 
@@ -1057,7 +1072,7 @@ def test_what_a_kept_launch_is_shown_to_do(kept, device, monkeypatch, capsys, is
     names |= {"show": lambda table, caption: tables.append(table)}
     if not is_kept:
         index = 0 if GPU else None
-        monkeypatch.setitem(kept.KEEPING_FAULT, torch.device(device, index), "no")
+        monkeypatch.setitem(kept.KEEPING, torch.device(device, index), False)
     helpers.run_cell("kept-run", {**vars(kept), **names})
     assert ("not kept here" in capsys.readouterr().out) is not is_kept
     assert len(tables) == is_kept
@@ -1100,7 +1115,7 @@ def test_a_state_that_changes_during_its_first_launch(kept, device, monkeypatch,
 
 def try_a_start_that_writes_nothing(nf4, monkeypatch):
     """The weight and state of a first call, whose trial got a block that held the same weight."""
-    monkeypatch.setattr(nf4, "KEEPING_FAULT", {})
+    monkeypatch.setattr(nf4, "KEEPING", {})
     tried = []
     monkeypatch.setattr(nf4, "launch_kernel", lambda *given: tried.append(given[-2][0]))
     weight, state = fresh(nf4, "cuda")
@@ -1129,13 +1144,13 @@ def test_without_its_nans_such_a_start_would_be_taken(monkeypatch):
 
 
 CONDITIONS = {  # of a kept launch -> the cases above that must fail without it
-    "facts == self.facts": (
+    "facts == kept.facts": (
         *("dtype = bfloat16", "shape = 128 x 64", "blocksize = 128", "quant_type = fp4"),
         *("state2.blocksize = 32", "state2.dtype = float16"),
     ),
-    "type(weight) is self.weight_type": ("weight as a list", "weight = None"),
+    "type(weight) is kept.weight_type": ("weight as a list", "weight = None"),
     "not weight.is_nested": ("weight nested",),
-    "self.are_alike(*tensors)": (
+    "kept.are_alike(*tensors)": (
         *("another weight object", "weight.data = its first half", "weight on another device"),
         *(f"another {name} object" for name in STATE),
         *(f"{name} = None" for name in STATE),
@@ -1145,10 +1160,10 @@ CONDITIONS = {  # of a kept launch -> the cases above that must fail without it
     ),
     "not modes()": ("traced by make_fx",),
     "not is_profiled()": ("enter hook", "exit hook", "another enter hook", "another exit hook"),
-    "self.kernel is _dequantize_nf4_kernel": ("kernel redefined",),
-    "addresses != self.checked": ("weight shortened", "weight freed", "absmax freed"),
-    "(addresses[0] % 4 == 0) != self.is_aligned": ("weight at an odd address",),
-    "torch._C._cuda_getDevice() != self.index": ("device",),
+    "kept.kernel is _dequantize_nf4_kernel": ("kernel redefined",),
+    "addresses != kept.checked": ("weight shortened", "weight freed", "absmax freed"),
+    "(addresses[0] % 4 == 0) != kept.is_aligned": ("weight at an odd address",),
+    "torch._C._cuda_getDevice() != kept.index": ("device",),
 }
 OTHERS = {  # what else makes it right -> (its replacement, the case that must then fail)
     "compiled is None or ": ("", "no weights"),
@@ -1157,17 +1172,17 @@ OTHERS = {  # what else makes it right -> (its replacement, the case that must t
     "given is not used for": ("False for", "offset in torch.bfloat16"),
     "if not isinstance(facts[0], tuple):": ("if False:", "shape a list"),
     "if not kept.are_alike(*tensors):": ("if False:", "two that are one"),
-    "        if not fits:": ("        if False:", "dtype = bfloat16"),
+    "    if not fits(kept, tensors, facts):": ("    if False:", "dtype = bfloat16"),
     "check_memory(tensors)  # raises": ("pass  # raises", "weight shortened"),
-    "[0] * (6 - n_tensors)": ("[]", "repeated, plain"),
+    "[0] * (6 - len(tensors))": ("[]", "repeated, plain"),
     'getattr(enter, "calls", enter) or ': ("", "enter hook"),
     ' or getattr(leave, "calls", leave)': ("", "exit hook"),
     "with no_torch_function():  # else": (
         "with contextlib.nullcontext():  # else",
         "torch function",
     ),
-    "return out.t() if self.is_transposed else out": ("return out", "transposed first"),
-    "current_stream(self.index)": ("0", "stream"),
+    "return out.t() if kept.is_transposed else out": ("return out", "transposed first"),
+    "*kept.rest), current_stream(kept.index)": ("*kept.rest), 0", "stream"),
 }
 ENDS_THE_PROCESS = {  # without its condition: anywhere, or on a GPU
     "weight nested": True,
@@ -1179,21 +1194,21 @@ ENDS_THE_PROCESS = {  # without its condition: anywhere, or on a GPU
 
 
 def again():
-    """The text of the function that holds the conditions."""
+    """The text of the functions that hold the conditions."""
     cells = "\n".join(source for _, source in helpers.exports())
-    return re.search(r"    def again\(.*?(?=    def start\()", cells, re.S)[0]
+    return re.search(r"def fits\(.*?(?=def start\()", cells, re.S)[0]
 
 
 def test_the_removals_cover_the_whole_check():
     """A condition that is added must come with a removal above, and one that goes takes its own."""
-    block = re.search(r"fits = \(\n(.*?)\n *\)\n", again(), re.S)[1]
+    block = re.search(r"return \(\n(.*?)\n *\)\n", again(), re.S)[1]
     found = []
     for line in block.splitlines():
         found.append(line.split("  #")[0].strip().removeprefix("and "))
     for condition in re.findall(r"^ *if (.*):(?:  #.*)?$", again(), re.M):
         found += condition.split(" and ")
-    assert found.pop(-2) == "self.has_other_gpus", "asked for its speed alone"
-    found.remove("not fits")
+    assert found.pop(-2) == "kept.has_other_gpus", "asked for its speed alone"
+    found.remove("not fits(kept, tensors, facts)")
     assert found == list(CONDITIONS)
     assert not re.search(r"^ *(elif|while|for) ", again(), re.M)
 

@@ -88,9 +88,9 @@ def test_the_emulated_shuffle():
 
 
 WRONG_ASSEMBLY = {
-    "the other nibble": ("weight ^ 1  # the first", "weight  # the first"),
-    "lanes beyond 7 out of reach": ("0x101f, -1;", "0x1007, -1;"),
-    "the word instead of the entry": ("entry, shifted, 0x101f", "$8, shifted, 0x101f"),
+    "the other nibble": ("shift = 4 * (i ^ 1)", "shift = 4 * i"),
+    "lanes beyond 7 out of reach": ('"0x101f"', '"0x1007"'),
+    "the word instead of the entry": ("entry, shifted, {half", "$8, shifted, {half"),
     "every second entry": ("lane, lane, 15;", "lane, lane, 14;"),
 }
 
@@ -626,12 +626,12 @@ def test_any_tensor(nf4, device, tally):
 
 
 WRONG = {  # what is made wrong -> (text in the kernel, its replacement)
-    "the look-up by loads": ("(word >> (4 * (weight ^ 1)))", "(word >> (4 * weight))"),
+    "the look-up by loads": ("(word >> (4 * (i ^ 1)))", "(word >> (4 * i))"),
     "the look-up by assembly": WRONG_ASSEMBLY["the other nibble"],
     "a word out of bytes": ("byte.to(tl.int32) << (8 * i)", "byte.to(tl.int32) << (8 * (i ^ 1))"),
     "the last program's mask": (
-        "is_there = inside * 2 < n_here",
-        "is_there = inside * 2 + 2 < n_here",
+        "is_there = index * 2 < n_here",
+        "is_there = index * 2 + 2 < n_here",
     ),
     "the scale's place": ("absmax_ptr + block + ", "absmax_ptr + block + 1 + "),
     "one rounding of the scale too few": (

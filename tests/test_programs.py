@@ -693,19 +693,28 @@ def test_a_slower_host_leaves_the_floor_as_it_is(race_cell):
     assert list(race_cell["RECORD"]["floor"]) == ["float16", "bfloat16"]
     for floor in race_cell["RECORD"]["floor"].values():
         assert floor == pytest.approx({"least": 1.05, "median": 1.05})
+    for floor in race_cell["RECORD"]["unsloth_floor"].values():
+        assert floor == pytest.approx({"least": 1.0, "median": 1.0})
 
 
-def test_without_a_bare_call_there_is_no_floor(race_cell):
-    del race_cell["contenders"]["bare"]
+@pytest.mark.parametrize("missing", ["bare", "unsloth_bare"])
+def test_without_bare_calls_there_is_no_floor(race_cell, missing):
+    floors = {"bare": set(), "unsloth_bare": {"floor"}}
+    del race_cell["contenders"][missing]
     helpers.run_cell("race-run", race_cell)
-    assert "harness" in race_cell["RECORD"] and "floor" not in race_cell["RECORD"]
+    assert set(race_cell["RECORD"]) == {"harness"} | floors[missing]
 
 
 def test_who_is_raced(nf4, race_cell):
-    """All but the call that checks nothing."""
+    """All but the calls that check nothing."""
     helpers.run_cell("race-run", race_cell)
     baselines = {entry["baseline"] for entry in race_cell["RECORD"]["harness"]}
-    assert baselines == set(nf4.CONTENDERS) - {"ours", "bare"}
+    assert baselines == set(nf4.CONTENDERS) - {"ours", *nf4.NO_CHECKS}
+
+
+def fx_of(call):
+    contender, _ = call.args
+    return contender.fx
 
 
 @pytest.fixture
@@ -715,7 +724,8 @@ def two_contenders(nf4, monkeypatch):
 
     def make(who, **changes):
         ours = nf4.Contender("ours", lambda layer: nf4.your_dequantize_nf4(layer))
-        other = nf4.Contender("another", lambda layer: nf4.bnb_dequantize(layer), False)
+        three = {"has_one_kernel": False}
+        other = nf4.Contender("another", lambda layer: nf4.bnb_dequantize(layer), **three)
         contenders = {"ours": ours, "another": other}
         kernels.update({ours.fx: 1, other.fx: 3})
         for name in ("fx", "context", "has_one_kernel"):
@@ -725,7 +735,7 @@ def two_contenders(nf4, monkeypatch):
             kernels[changes["fx"]] = 1
         monkeypatch.setattr(nf4, "CONTENDERS", contenders)
 
-    monkeypatch.setattr(nf4, "kernels_of", lambda call: ["kernel"] * kernels[call.func])
+    monkeypatch.setattr(nf4, "kernels_of", lambda call: ["kernel"] * kernels[fx_of(call)])
     return make
 
 
@@ -807,6 +817,40 @@ def test_without_kept_launches_there_is_no_bare_call(nf4, monkeypatch, capsys):
     assert told in capsys.readouterr().out
 
 
+def test_unsloths_kernel_is_started_with_what_it_was_launched_with(nf4, monkeypatch):
+    """But with a fresh output each time."""
+    table = torch.ones(3)
+    signature = {"W": "*u8", "T": "*fp32", "out": "*fp16", "n": "i32", "ROWS": "constexpr"}
+    metadata = types.SimpleNamespace(num_warps=2, shared=64, global_scratch_size=0)
+    source = types.SimpleNamespace(signature=signature)
+    compiled = types.SimpleNamespace(src=source, metadata=metadata, function=17)
+    module = types.SimpleNamespace(launch=lambda *_: pytest.fail("launched, and not noted"))
+
+    def fast_dequantize(weight, state):
+        out = torch.zeros(2, 4, dtype=torch.float16)
+        kernel = {(5,): lambda *args, ROWS, num_warps: compiled}
+        module.launch(kernel, (5,), (weight, table, out, 9), 3, {"ROWS": 2}, 0, num_warps=2)
+        return out
+
+    def allocate(shape, stride, dtype):
+        return torch.empty_strided(shape, stride, dtype=dtype)
+
+    started = []
+    monkeypatch.setitem(sys.modules, "unsloth.kernels.nf4", module)
+    monkeypatch.setattr(nf4, "fast_dequantize", fast_dequantize)
+    monkeypatch.setattr(nf4, "empty_cuda", allocate)
+    monkeypatch.setattr(nf4, "current_stream", lambda index: "the stream")
+    monkeypatch.setattr(nf4, "launch_kernel", lambda *how: started.append(how))
+    layer = nf4.build(nf4.SMALL_OPTIONS[0], torch.float16)[1].gate_proj
+    nf4.CONTENDERS["unsloth_bare"].prepare(layer)
+    outs = [nf4.unsloth_bare_dequantize(layer) for _ in range(2)]
+    inputs = (layer.weight.data_ptr(), table.data_ptr())
+    how = (17, 5, 1, 1, 2, 64, "OOOiO")
+    assert started == [(*how, (*inputs, out.data_ptr(), 9, None), "the stream") for out in outs]
+    assert outs[0].data_ptr() != outs[1].data_ptr()
+    assert outs[0].shape == (2, 4) and outs[0].dtype == torch.float16
+
+
 @pytest.fixture
 def imitated_calls(nf4, monkeypatch):
     """{what a contender's fx is: how many kernels it runs}; each of its calls is 1 us faster."""
@@ -816,15 +860,8 @@ def imitated_calls(nf4, monkeypatch):
         us[function, wait] += 1
         return (50.0 if wait else 10.0) - us[function, wait]
 
-    monkeypatch.setattr(nf4, "kernels_of", lambda call: ["kernel"] * kernels[call.func])
-
-    def imitated_kernel_us(functions):
-        for function in functions.values():
-            function()  # inside its context
-        return dict.fromkeys(functions, 5.0)
-
+    monkeypatch.setattr(nf4, "kernels_of", lambda call: ["kernel"] * kernels[fx_of(call)])
     monkeypatch.setattr(nf4, "call_us", imitated_us)
-    monkeypatch.setattr(nf4, "kernel_us", imitated_kernel_us)
     return kernels
 
 
@@ -850,11 +887,11 @@ def test_calls_are_counted_and_timed(nf4, imitated_calls, two_layers):
     imitated_calls |= {nf4.your_dequantize_nf4: 1, in_context: 4}
     contenders = {
         "ours": nf4.Contender("ours", nf4.your_dequantize_nf4),
-        "three": nf4.Contender("the three", in_context, False, context),
+        "three": nf4.Contender("the three", in_context, has_one_kernel=False, context=context),
     }
-    assert nf4.time_calls(contenders, *two_layers, turns=3) == [
-        {"who": "ours", "kernels": 1, "issue_us": 7.0, "gpu_us": 5.0, "call_us": 47.0},
-        {"who": "three", "kernels": 4, "issue_us": 7.0, "gpu_us": 5.0, "call_us": 47.0},
+    assert nf4.time_calls(contenders, *two_layers, rounds=3) == [
+        {"who": "ours", "kernels": 1, "issue_us": 7.0, "call_us": 47.0},
+        {"who": "three", "kernels": 4, "issue_us": 7.0, "call_us": 47.0},
     ]
 
 
@@ -870,25 +907,18 @@ def test_wrong_bits_are_not_timed(nf4, imitated_calls, two_layers, wrong):
 
 def test_what_the_contenders_claim(nf4):
     """How many kernels may run in a call."""
-    for name in ("ours", "bare", "kernel_grid", "unsloth_today", "unsloth_buffer"):
-        assert nf4.CONTENDERS[name].has_one_kernel, name
-    for name in ("unsloth_puzzle", "peft"):
-        assert not nf4.CONTENDERS[name].has_one_kernel, name
+    for name, contender in nf4.CONTENDERS.items():
+        assert contender.has_one_kernel == (name not in ("unsloth_puzzle", "peft")), name
 
 
 @pytest.mark.gpu
 def test_kernels_are_counted_by_the_profiler(nf4):
     layer = nf4.build(nf4.OPTIONS[0], torch.float16)[1].gate_proj
-    nf4.prepare(layer)
-    for _ in range(2):
-        names = nf4.kernels_of(functools.partial(nf4.your_dequantize_nf4, layer))
+    contenders = {name: nf4.CONTENDERS[name] for name in ("ours", "bare", "kernel_grid")}
+    nf4.check_bits(contenders, [layer])
+    for contender in contenders.values():
+        names = nf4.kernels_of(functools.partial(nf4.dequantized_by, contender, layer))
         assert ["_dequantize_nf4_kernel" in name for name in names] == [True]
-    by_grid = nf4.kernels_of(functools.partial(nf4.grid_dequantize, layer))
-    bare = nf4.kernels_of(functools.partial(nf4.bare_dequantize, layer))
-    assert by_grid == bare == names
-    want = nf4.bnb_dequantize(layer)
-    for dequantize in (nf4.grid_dequantize, nf4.bare_dequantize):
-        assert nf4.bits_differing(dequantize(layer), want) == 0
     assert len(nf4.kernels_of(functools.partial(nf4.bnb_dequantize, layer))) > 1
 
 
@@ -970,14 +1000,14 @@ POINTS = {  # what is worse -> (how, the criterion, the points that are left, wh
     ),
     "hints": (lambda m: None, "uses cache eviction", 1, "L1::evict_first"),
     "no hints": (lambda m: setattr(m, "ptx", "shfl.sync.idx"), "uses cache eviction", 0, ""),
-    "tested": (lambda m: None, TESTED, 1, "5 comparisons, 0 differ; raced: fp16, bf16"),
+    "tested": (lambda m: None, TESTED, 1, "5 weights compared, 0 differ; raced: fp16, bf16"),
     "no bf16": (lambda m: without(m, "harness", "bfloat16"), TESTED, -1, "raced: fp16, "),
     "bits differ": (lambda m: m.record["exact"].update(differing=1), TESTED, -1, "1 differ"),
     "nothing compared": (
         lambda m: m.record["exact"].update(checked=0),
         TESTED,
         -1,
-        "0 comparisons",
+        "0 weights compared",
     ),
 }
 

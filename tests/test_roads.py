@@ -41,8 +41,8 @@ import sys
 sys.argv.append("--check")
 import roads
 
-by_loads = ("4 * (weight ^ 1)", "4 * weight")
-by_shuffles = ("weight ^ 1  # the first", "weight  # the first")
+by_loads = ("word >> (4 * (i ^ 1))", "word >> (4 * i)")
+by_shuffles = ("shift = 4 * (i ^ 1)", "shift = 4 * i")
 wrong = roads.helpers.load("roads_wrong", by_loads, by_shuffles)
 roads.ROADS["wrong"] = wrong, roads.SIZE
 try:

@@ -174,7 +174,7 @@ def summary(record):
         ratios.setdefault(entry["baseline"], {})[entry["dtypes"]] = entry["ratio"]["median"]
     found = {name: record[name] for name in ("date", "cpu", "cores")} | {"ratios": ratios}
     found |= {name: record[name] for name in ("host", "official_s")}
-    return found | {"floor": record.get("floor")}
+    return found | {name: record.get(name) for name in ("floor", "unsloth_floor")}
 
 
 def is_listed(found, runs):
@@ -203,7 +203,7 @@ def record_table(shown):
     for record, runs in shown:
         all_runs = [summary(record), *others_than(record, runs)]
         by_the_harness += [official_spread(all_runs, dtype) for dtype in DTYPES]
-    table = markdown_table(titles, [by_the_harness, *raced])
+    table = markdown_table(titles, [*raced[:1], by_the_harness, *raced[1:]])
     return "\n\n".join([table, *(told_of(record, runs) for record, runs in shown)])
 
 

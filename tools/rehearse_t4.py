@@ -324,7 +324,7 @@ def rehearse(folder, gpu, scratch):
     summary.write_text(json.dumps(found, indent=1) + "\n")
     print(
         f"{gpu} as a {T4.name}: {found['cells']} code cells, no error; "
-        f"{found['exact']['checked']:,} comparisons, 0 differ; fp16 and bf16 compiled; "
+        f"{found['exact']['checked']:,} weights compared, 0 differ; fp16 and bf16 compiled; "
         f"{len(kernels)} kernels, all for sm_75; {found['seconds']:.0f} s. "
         f"That time and those in {folder} are not a T4's."
     )

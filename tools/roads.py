@@ -39,15 +39,12 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 ours = helpers.load()
 
 # Two loops: the first loads all scales, then the words are loaded, and the second does the rest.
-WORDS_LOADED = """    if WHOLE:
-        words = _load_words(byte_ptr, thread, STEPS)  # issued before the other loads
-    else:
-        words = _load_words_or_bytes(byte_ptr, thread, n_here, STEPS)"""
+WORDS_LOADED = "    words = _load_words(byte_ptr, thread, n_here, STEPS, WHOLE)"
 LOOKED_UP = "        codes = _look_up(words[step], code_ptr)  # [WORDS, 8]\n"
 SECOND_LOOP = "    for step in tl.static_range(STEPS):\n"
 two_loops = helpers.load(
     "roads_two_loops",
-    (WORDS_LOADED, "    scales = ()"),
+    (WORDS_LOADED + "  # before anything else", "    scales = ()"),
     (
         LOOKED_UP,
         "        scales = scales + (scale,)\n" + WORDS_LOADED + "\n" + SECOND_LOOP + LOOKED_UP,
