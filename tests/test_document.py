@@ -37,7 +37,7 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 2288  # of code; design.md asks for 1,100, of KERNEL for 95, of HOST for 270
+LINES = 2291  # of code; design.md asks for 1,100, of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 111, ("kernel", "lookup")
 HOST = 501
@@ -429,7 +429,9 @@ def test_what_changed_since_the_run_is_listed_and_told():
     assert [name for name in hashes if executed.get(name) != hashes[name]] == CHANGED_SINCE
     for text in (MARKDOWN["claim-text"], README):
         assert "made before the notebook's last changes" in " ".join(text.split())
-    cut = RESULTS["cut_run"]
+    cut = RESULTS["cut_run"]  # its cells are today's, through section 5
+    assert {name: hashes[name] for name in cut["cells"]} == cut["cells"]
+    assert {"kernel", "kept", "keep", "agreement", "host-run", "race-run"} <= set(cut["cells"])
     assert cut["exact"]["differing"] == 0 and cut["exact"]["checked"] > 1_000_000_000
     assert sum(cut["steps_us"].values()) < 1.3 * cut["issue_us"]["ours"]
 
@@ -976,32 +978,32 @@ def test_the_estimate_for_a_t4(nf4):
     us = {"ours": 10.0, "unsloth_today": 30.0, "unsloth_puzzle": 100 - 42 * more}
     assert nf4.host_us(found) == pytest.approx(us)
     rows = nf4.t4_estimate(found)
-    seconds = {(row["published_s"], row["who"]): row["seconds"] for row in rows}
-    assert len(seconds) == len(rows) == 2 * 3
+    seconds = {(row["published_s"], row["share"], row["who"]): row["seconds"] for row in rows}
+    assert len(seconds) == len(rows) == 2 * 2 * 3
     n_weights = 3000 * (2048 * 8192 + 1024 * 4096 + 4096 * 14336)
-    moving = n_weights * (0.5 + 1 / 64 + 2) / 240e9
     for row in rows:
-        published = row["published_s"]
+        published, share = row["published_s"], row["share"]
+        moving = n_weights * (0.5 + 1 / 64 + 2) / (share * 240e9)
         factor = (published - moving * more) / (9000 * us["unsloth_puzzle"] / 1e6)
         assert row["factor"] == pytest.approx(factor)
-        assert seconds[published, "unsloth_puzzle"] == pytest.approx(published)
+        assert row["host_us"] == pytest.approx(us[row["who"]])
+        assert seconds[published, share, "unsloth_puzzle"] == pytest.approx(published)
         theirs = moving + factor * 9000 * 30e-6
-        assert seconds[published, "unsloth_today"] == pytest.approx(theirs)
-        assert seconds[published, "ours"] == pytest.approx(moving + factor * 9000 * 10e-6)
+        assert seconds[published, share, "unsloth_today"] == pytest.approx(theirs)
+        ours = moving + factor * 9000 * 10e-6
+        assert seconds[published, share, "ours"] == pytest.approx(ours)
     table = nf4.t4_table(rows)
-    assert list(table.index) == pytest.approx(nf4.PUBLISHED_S)
-    last, ours = table.iloc[-1], seconds[4.1, "ours"]
-    assert last["ours"] == ours and last["host slower by"] == pytest.approx(factor)
-    assert last["over today's Unsloth"] == pytest.approx(theirs / ours)
-    assert last["over the three launches"] == pytest.approx(4.1 / ours)
-    lines = nf4.draw_t4(found, rows, "a T4").axes[0].lines
-    for line, (_, ours_reach, theirs_reach, _) in zip(lines, nf4.KERNELS_REACH):
-        for host_factor, speedup in line.get_xydata():
-            theirs = moving / theirs_reach + host_factor * 9000 * 30e-6
-            ours = moving / ours_reach + host_factor * 9000 * 10e-6
-            assert speedup == pytest.approx(theirs / ours)
-    factors = sorted({row["factor"] for row in rows})
-    assert [line.get_xdata()[0] for line in lines[len(nf4.KERNELS_REACH) : -1]] == factors
+    assert list(table.index) == [3.714, 3.714, 4.1, 4.1]
+    assert list(table["% of a copy's speed"]) == pytest.approx([90, 100, 90, 100])
+    last, best = table.iloc[-1], seconds[4.1, 1.0, "ours"]
+    assert last["ours"] == best
+    assert last["over today's Unsloth"] == seconds[4.1, 1.0, "unsloth_today"] / best
+    assert last["over the three launches"] == pytest.approx(4.1 / best)
+    first, second, _ = nf4.draw_t4(found, "a T4").axes[0].lines
+    for line, published in ((first, 3.714), (second, 4.1)):
+        assert line.get_xdata()[-1] == pytest.approx(100)
+        theirs, ours = (seconds[published, 1.0, who] for who in ("unsloth_today", "ours"))
+        assert line.get_ydata()[-1] == pytest.approx(theirs / ours)
 
 
 @pytest.fixture
@@ -1014,15 +1016,13 @@ def test_what_the_claim_says_of_a_t4(nf4, estimated):
     """Marked figures are those of their places; here, that these places are the right ones."""
     claim = " ".join(record.FIGURE.sub(r"\2", MARKDOWN["claim-text"]).split())
     frame = pd.DataFrame(estimated["t4_estimate"])
-    seconds = frame.pivot(index="published_s", columns="who", values="seconds")
+    seconds = frame.pivot(index=["published_s", "share"], columns="who", values="seconds")
     told = []
     for who in ("unsloth_today", "unsloth_puzzle"):
         ratios = seconds[who] / seconds["ours"]
         told.append(f"{ratios.min():.2f} to {ratios.max():.2f}")
     today, three_launches = told
-    both = "if both kernels reach a copy's speed, less if they do not"
-    expected = f"a speedup of {today} over today's Unsloth there {both}; and of"
-    expected = f"{expected} {three_launches}"
+    expected = f"a speedup of {today} over today's Unsloth there, and of {three_launches} over"
     assert expected in claim
 
 
@@ -1047,7 +1047,8 @@ def test_the_published_times_are_those_recorded(nf4, estimated):
     others = []
     for name in ("operator", "driver_launch", "peft_less_three_launches"):
         others.append(found[name]["t4_us"] / found[name]["h200_us"])
-    for row in estimated["t4_estimate"]:
+    at_a_copys_speed = [row for row in estimated["t4_estimate"] if row["share"] == 1.0]
+    for row in at_a_copys_speed:
         assert 0.9 * min(others) < row["factor"] < max(others)
 
 
