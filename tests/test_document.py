@@ -40,7 +40,7 @@ WORDS = 2600
 LINES = 2291  # of code; design.md asks for 1,100, of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 111, ("kernel", "lookup")
-HOST = 501
+HOST = 481
 HOST_CELLS = ("launch", "nf4", "check", "host-function", "kept", "keep", "operator")
 STRETCH = 80  # unfolded lines before an output,
 KERNEL_STRETCH = 111  # and where they begin with the kernel, which with its look-up may be longest
@@ -561,8 +561,6 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "3.10": "Python",
     "3.13": "Python",
     "2.0": "Apache",
-    "1.1": "240e9 / 2.516 weights a second, each of 11.6 instructions: trillions",
-    "4.1": "2560 lanes at 1.59 GHz, by NVIDIA's data sheet: trillions",
 }
 
 
