@@ -37,7 +37,7 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 2291  # of code; design.md asks for 1,100, of KERNEL for 95, of HOST for 270
+LINES = 2289  # of code; design.md asks for 1,100, of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 111, ("kernel", "lookup")
 HOST = 481
@@ -441,12 +441,11 @@ def test_the_t4s_cell_shows_what_it_computes_of_the_record(nf4, estimated):
     shown = []
     names = {**vars(nf4), "GPU": True, "gpu": estimated["gpu"], "RECORD": dict(estimated)}
     names |= {"contenders": nf4.CONTENDERS, "draw_t4": lambda *_: None}
-    names |= {
-        "show": lambda table, caption, digits: shown.append(
-            table.reset_index().to_numpy().round(digits)
-        )
-    }
-    helpers.run_cell("t4-run", names)
+
+    def show(table, caption, digits):
+        shown.append(table.reset_index().to_numpy().round(digits))
+
+    helpers.run_cell("t4-run", names | {"show": show})
     table = CELLS["t4-run"].outputs[0].data["text/markdown"].splitlines()[4:]
     numbers = [[float(number) for number in line.split("|")[1:-1]] for line in table]
     assert numbers == shown[0].tolist()

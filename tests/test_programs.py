@@ -705,6 +705,17 @@ def test_without_bare_calls_there_is_no_floor(race_cell, missing):
     assert set(race_cell["RECORD"]) == {"harness"} | floors[missing]
 
 
+def test_floors_stand_below_their_dtypes(nf4):
+    """Whichever a race began with: its order is random."""
+    floors = {
+        "ours": {"bfloat16": {"median": 1.2}, "float16": {"median": 1.1}},
+        "unsloth_bare": {"float16": {"median": 1.01}, "bfloat16": {"median": 1.02}},
+    }
+    table = nf4.floor_table(floors)
+    assert table.loc["ours"].to_dict() == {"fp16": 1.1, "bf16": 1.2}
+    assert table.loc[nf4.LABELS["unsloth_bare"]].to_dict() == {"fp16": 1.01, "bf16": 1.02}
+
+
 def test_who_is_raced(nf4, race_cell):
     """All but the calls that check nothing."""
     helpers.run_cell("race-run", race_cell)
@@ -748,10 +759,16 @@ def wrong(layer):
     return torch.zeros(tuple(state.shape), dtype=state.dtype, device=layer.weight.device)
 
 
+def in_one(layer):
+    """Right, but as two_contenders counts, in one kernel."""
+    return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+
+
 FAULTS = {
     "it raises": ({"fx": raising}, "RuntimeError('out of order')"),
     "wrong bits": ({"fx": wrong}, "wrong weights"),
-    "too many kernels": ({"has_one_kernel": True}, "a call ran"),
+    "too many kernels": ({"has_one_kernel": True}, "a call ran 3 kernels"),
+    "too few kernels": ({"fx": in_one}, "a call ran 1 kernels"),
 }
 
 
@@ -769,7 +786,7 @@ def test_a_contender_that_fails_is_left_out_and_ours_is_an_error(
     assert list(nf4.contenders_here(layers)) == ["ours"]
     said = capsys.readouterr().out
     assert said.startswith("Not compared with another: ") and told in said
-    if "fx" in changes:
+    if fault in ("it raises", "wrong bits"):
         two_contenders("ours", **changes)
         with pytest.raises((RuntimeError, AssertionError), match="out of order|wrong weights"):
             nf4.contenders_here(layers)
@@ -916,9 +933,12 @@ def test_kernels_are_counted_by_the_profiler(nf4):
     layer = nf4.build(nf4.OPTIONS[0], torch.float16)[1].gate_proj
     contenders = {name: nf4.CONTENDERS[name] for name in ("ours", "bare", "kernel_grid")}
     nf4.check_bits(contenders, [layer])
+    found = []
     for contender in contenders.values():
         names = nf4.kernels_of(functools.partial(nf4.dequantized_by, contender, layer))
         assert ["_dequantize_nf4_kernel" in name for name in names] == [True]
+        found.append(names)
+    assert found[0] == found[1] == found[2]
     assert len(nf4.kernels_of(functools.partial(nf4.bnb_dequantize, layer))) > 1
 
 
@@ -1034,6 +1054,13 @@ def test_only_a_t4s_speedup_earns_points(nf4, marked, ratio):
     assert row["points"] == 0 and row["possible"] == 5
     assert row["evidence"].endswith("; only a T4's earns points")
     assert sum(row["points"] for row in rows) == 9
+
+
+def test_on_another_gpu_no_race_costs_nothing_either(nf4, marked):
+    """It did, though a race that was lost there did not."""
+    marked.record |= {"gpu": "NVIDIA H200", "harness": []}
+    (row,) = [row for row in nf4.score(marked.record, marked.ptx) if row["criterion"] == "speedup"]
+    assert row["points"] == 0 and "not raced" in row["evidence"]
 
 
 @pytest.mark.gpu

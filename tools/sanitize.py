@@ -66,7 +66,7 @@ def run(nf4, device, shapes=SHAPES):
         outs = [nf4.dequantize_nf4(weight, state), nf4.dequantize_nf4(weight, state)]
         state.absmax = state.absmax.to("cpu", copy=True).to(device)
         outs.append(nf4.dequantize_nf4(weight, state))
-        outs.append(launched(nf4, weight, state).view(state.shape).view(expected.shape))
+        outs.append(nf4.launched(weight, state).view(state.shape).view(expected.shape))
         for out in outs:
             counts["checked"] += out.numel()
             counts["differing"] += nf4.bits_differing(out.cpu(), expected)
@@ -80,16 +80,12 @@ def compared_on_the_cpu():
     return mock.patch.object(torch, "equal", lambda x, y: equal(x.cpu(), y.cpu()))
 
 
-def launched(nf4, weight, state):
-    return nf4.launch(helpers.described(nf4, weight, state))[0]
-
-
 def run_broken(nf4, device):
     weight, state = nf4.quantized((64, 128), torch.float16, "cpu")
     state.to(device)
-    launched(nf4, torch.empty_like(weight, device=device), state).cpu()
+    nf4.launched(torch.empty_like(weight, device=device), state).cpu()
     nf4.check = lambda *_, **__: None  # which would refuse a weight that is too short
-    launched(nf4, weight[: weight.numel() // 2].to(device), state).cpu()
+    nf4.launched(weight[: weight.numel() // 2].to(device), state).cpu()
 
 
 def find_sanitizer():
