@@ -231,12 +231,13 @@ def keep_on_cpu(nf4, monkeypatch, scratches=SCRATCHES):
         return plans[-1]
 
     def launch_and_compile(described, *arguments, **options):
-        out, _, programs = launch(described, *arguments, **options)
-        if programs == 0:
-            return out, None, 0
+        launched = launch(described, *arguments, **options)
+        if launched.programs == 0:
+            return launched
         planned, constants = plans[-1]  # what the kernel was just launched with
-        assert programs == planned
-        return out, compiled_for(nf4, described, constants, world, scratches), programs
+        assert launched.programs == planned
+        compiled = compiled_for(nf4, described, constants, world, scratches)
+        return launched._replace(compiled=compiled)
 
     def launch_kernel(function, x, y, z, num_warps, shared, kinds, arguments, stream):
         assert (y, z) == (1, 1)
@@ -255,7 +256,6 @@ def keep_on_cpu(nf4, monkeypatch, scratches=SCRATCHES):
 
     empty = torch._C._dynamo.guards._empty_strided_cpu  # seen by nobody, either
     monkeypatch.setattr(torch.cuda, "device", current)
-    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 2, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: world.device, raising=False)
     monkeypatch.setattr(nf4, "current", lambda device: current(device.index))
     monkeypatch.setattr(nf4, "plan", noted_plan)
@@ -317,3 +317,12 @@ def at(address, dtype, numel):
     """The tensor whose values begin at a CPU address."""
     memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype, count=numel)
+
+
+def check_rehearsal(found):
+    assert found["as"] == "Tesla T4" and found["errors"] == found["exact"]["differing"] == 0
+    assert found["exact"]["checked"] > 1_000_000_000
+    assert {row["dtype"] for row in found["compile"]} == {"float16", "bfloat16"}
+    for row in found["compile"]:
+        assert row["compiled"] and row["bit_equal"], row
+    assert set(found["fractions"]) == {"float16", "bfloat16", "float32"} and found["kept"]

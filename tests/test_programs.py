@@ -598,7 +598,7 @@ def test_races(nf4):
                 made[layer] = nf4.your_dequantize_nf4(layer)
             return made[layer] * factor
 
-        return nf4.Contender(name, fx)
+        return nf4.Contender(fx)
 
     options = nf4.SMALL_OPTIONS
     with pytest.raises(AssertionError, match=r"b: \d+ wrong weights"):
@@ -712,8 +712,8 @@ def test_floors_stand_below_their_dtypes(nf4):
         "unsloth_bare": {"float16": {"median": 1.01}, "bfloat16": {"median": 1.02}},
     }
     table = nf4.floor_table(floors)
-    assert table.loc["ours"].to_dict() == {"fp16": 1.1, "bf16": 1.2}
-    assert table.loc[nf4.LABELS["unsloth_bare"]].to_dict() == {"fp16": 1.01, "bf16": 1.02}
+    assert table.loc["ours"].to_dict() == {"float16": 1.1, "bfloat16": 1.2}
+    assert table.loc["unsloth_bare"].to_dict() == {"float16": 1.01, "bfloat16": 1.02}
 
 
 def test_who_is_raced(nf4, race_cell):
@@ -734,10 +734,10 @@ def two_contenders(nf4, monkeypatch):
     kernels = {}
 
     def make(who, **changes):
-        ours = nf4.Contender("ours", lambda layer: nf4.your_dequantize_nf4(layer))
+        ours = nf4.Contender(lambda layer: nf4.your_dequantize_nf4(layer))
         three = {"has_one_kernel": False}
-        other = nf4.Contender("another", lambda layer: nf4.bnb_dequantize(layer), **three)
-        contenders = {"ours": ours, "another": other}
+        other = nf4.Contender(lambda layer: nf4.bnb_dequantize(layer), **three)
+        contenders = {"ours": ours, "peft": other}
         kernels.update({ours.fx: 1, other.fx: 3})
         for name in ("fx", "context", "has_one_kernel"):
             if name in changes:
@@ -779,13 +779,13 @@ def test_a_contender_that_fails_is_left_out_and_ours_is_an_error(
     """A newer PEFT or Unsloth may break its part of the comparison, not the notebook."""
     changes, told = FAULTS[fault]
     layers = [nf4.build(nf4.SMALL_OPTIONS[0], torch.float16)[1].gate_proj]
-    two_contenders("another")
-    assert list(nf4.contenders_here(layers)) == ["ours", "another"]
+    two_contenders("peft")
+    assert list(nf4.contenders_here(layers)) == ["ours", "peft"]
     assert not capsys.readouterr().out
-    two_contenders("another", **changes)
+    two_contenders("peft", **changes)
     assert list(nf4.contenders_here(layers)) == ["ours"]
     said = capsys.readouterr().out
-    assert said.startswith("Not compared with another: ") and told in said
+    assert said.startswith("Not compared with PEFT: ") and told in said
     if fault in ("it raises", "wrong bits"):
         two_contenders("ours", **changes)
         with pytest.raises((RuntimeError, AssertionError), match="out of order|wrong weights"):
@@ -795,15 +795,15 @@ def test_a_contender_that_fails_is_left_out_and_ours_is_an_error(
 def test_where_the_profiler_sees_nothing_no_contender_is_left_out(nf4, two_contenders, monkeypatch):
     monkeypatch.setattr(nf4, "kernels_of", lambda call: [])
     layers = [nf4.build(nf4.SMALL_OPTIONS[0], torch.float16)[1].gate_proj]
-    two_contenders("another")
-    assert list(nf4.contenders_here(layers)) == ["ours", "another"]
+    two_contenders("peft")
+    assert list(nf4.contenders_here(layers)) == ["ours", "peft"]
 
 
 def test_a_contender_that_is_wrong_in_one_dtype_is_left_out(nf4, two_contenders, capsys):
     """Else the race, which runs both, would stop there."""
     dtypes = (torch.float16, torch.bfloat16)
     layers = [nf4.build(nf4.SMALL_OPTIONS[0], dtype)[1].gate_proj for dtype in dtypes]
-    two_contenders("another", fx=lambda layer: nf4.bnb_dequantize(layer).half())
+    two_contenders("peft", fx=lambda layer: nf4.bnb_dequantize(layer).half())
     assert list(nf4.contenders_here(layers)) == ["ours"]
     assert "bfloat16" in capsys.readouterr().out
 
@@ -813,8 +813,8 @@ def test_the_three_launches_need_the_switch(nf4, monkeypatch, two_contenders, ca
     layers = [nf4.build(nf4.SMALL_OPTIONS[0], torch.float16)[1].gate_proj]
     kernels = types.SimpleNamespace(_USE_NF4_KERNELS=True)
     monkeypatch.setattr(nf4, "unsloth_kernels", kernels)
-    two_contenders("another", context=nf4.three_launches)
-    assert list(nf4.contenders_here(layers)) == ["ours", "another"]
+    two_contenders("peft", context=nf4.three_launches)
+    assert list(nf4.contenders_here(layers)) == ["ours", "peft"]
     with nf4.three_launches():
         assert kernels._USE_NF4_KERNELS is False
     assert kernels._USE_NF4_KERNELS is True
@@ -903,8 +903,8 @@ def test_calls_are_counted_and_timed(nf4, imitated_calls, two_layers):
 
     imitated_calls |= {nf4.your_dequantize_nf4: 1, in_context: 4}
     contenders = {
-        "ours": nf4.Contender("ours", nf4.your_dequantize_nf4),
-        "three": nf4.Contender("the three", in_context, has_one_kernel=False, context=context),
+        "ours": nf4.Contender(nf4.your_dequantize_nf4),
+        "three": nf4.Contender(in_context, has_one_kernel=False, context=context),
     }
     assert nf4.time_calls(contenders, *two_layers, rounds=3) == [
         {"who": "ours", "kernels": 1, "issue_us": 7.0, "call_us": 47.0},
@@ -919,7 +919,7 @@ def test_wrong_bits_are_not_timed(nf4, imitated_calls, two_layers, wrong):
 
     imitated_calls[fx] = 1
     with pytest.raises(AssertionError, match=r"ours: \d+ wrong weights"):
-        nf4.time_calls({"ours": nf4.Contender("ours", fx)}, *two_layers)
+        nf4.time_calls({"ours": nf4.Contender(fx)}, *two_layers)
 
 
 def test_what_the_contenders_claim(nf4):

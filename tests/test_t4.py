@@ -17,7 +17,6 @@ import colab_jupyter
 import helpers
 import nbformat
 import pytest
-import record
 import rehearse_t4
 import t4_kernels
 import torch
@@ -158,7 +157,7 @@ def test_the_rehearsal(tmp_path):
     done = rehearse(ROOT / "tools" / "rehearse_t4.py", tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "t4_rehearsal.json").read_text())
-    check_rehearsal(found)
+    helpers.check_rehearsal(found)
     assert found["cells"] == sum(cell.cell_type == "code" for cell in helpers.cells())
     written = json.loads((tmp_path / "results" / "tesla-t4.json").read_text())
     assert written["rehearsed"] is True
@@ -181,24 +180,6 @@ def test_the_rehearsal_finds_what_fails_on_a_t4_alone(tmp_path):
     where = f"cell {notebook.cells.index(cell)} (by-hand)"
     assert f"failed: {where}: RuntimeError: broken on a T4\n" in done.stderr, done.stderr
     assert not (tmp_path / "run" / "t4_rehearsal.json").exists()
-
-
-def check_rehearsal(found):
-    assert found["as"] == "Tesla T4" and found["errors"] == found["exact"]["differing"] == 0
-    assert found["exact"]["checked"] > 1_000_000_000
-    assert {row["dtype"] for row in found["compile"]} == {"float16", "bfloat16"}
-    for row in found["compile"]:
-        assert row["compiled"] and row["bit_equal"], row
-    assert set(found["fractions"]) == {"float16", "bfloat16", "float32"}
-
-
-def test_the_recorded_rehearsal():
-    records = record.records(record.load_all())
-    recorded = [each["t4_rehearsal"] for each in records if "t4_rehearsal" in each]
-    if not recorded:
-        pytest.skip("no rehearsal is recorded yet")
-    for found in recorded:
-        check_rehearsal(found)
 
 
 # A small notebook goes through the same program without a GPU: the disguise, and what ends it.
@@ -229,7 +210,7 @@ assert b".target sm_75" in code and b"ELF" not in code[:4]
 COMPILED = {"function": "dequantization", "bit_equal": True, "compiled": True, "graphs": 1}
 FLOAT16 = {"dtype": "float16", **COMPILED}
 BFLOAT16 = {"dtype": "bfloat16", **COMPILED}
-RIGHT = {"exact": {"checked": 7, "differing": 0}, "compile": [FLOAT16, BFLOAT16]}
+RIGHT = {"exact": {"checked": 7, "differing": 0}, "compile": [FLOAT16, BFLOAT16], "kept": True}
 WRITE = """
 import json, os
 
@@ -252,7 +233,8 @@ def small(monkeypatch, tmp_path):
     """Rehearses a notebook of these code cells; the exit status."""
 
     def run(*sources, record=RIGHT):
-        sources = [*sources, WRITE.replace("RECORD", repr(record))]
+        written = record | {"host": {"kept": record["kept"]}}
+        sources = [*sources, WRITE.replace("RECORD", repr(written))]
         code = []
         for i, source in enumerate(sources):
             code.append(nbformat.v4.new_code_cell(source, id=f"code-{i}"))
@@ -277,6 +259,7 @@ def test_a_small_notebook_is_rehearsed(small, tmp_path, capfd):
     assert {key: found[key] for key in RIGHT} == RIGHT
     assert found["fractions"] == {"float16": 0.988}
     written = json.loads((tmp_path / "run" / "results" / "tesla-t4.json").read_text())
+    right |= {"host": {"kept": True}}
     assert written == right | {"rehearsed": True, "rehearsed_on": "NVIDIA H200"}
     notebook = nbformat.read(tmp_path / "run" / "small.ipynb", as_version=4)
     assert notebook.metadata.rehearsed_on == "NVIDIA H200"
@@ -323,6 +306,7 @@ def compiled(*rows):
         (RIGHT, None),
         (compared(7, 1), "expected that weights were checked and none differs"),
         (compared(0, 0), "expected that weights were checked and none differs"),
+        (RIGHT | {"kept": False}, "expected that launches are kept with a T4's code"),
         (RIGHT | {"exact": None}, "none differs, got no record of a Tesla T4"),
         (compiled(FLOAT16), "expected that something was compiled in bfloat16"),
         (compiled(BFLOAT16), "expected that something was compiled in float16"),

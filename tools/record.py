@@ -45,8 +45,8 @@ RESULTS = ROOT / "results"
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "original": "mix"}
 BASELINES = {  # the rows of the table; a contender that does not exist on a machine has none
     "unsloth_today": "today's Unsloth ({unsloth})",
-    "unsloth_buffer": "today's Unsloth into one buffer, each output overwritten",
-    "unsloth_puzzle": "Unsloth's older path, three launches",
+    "unsloth_buffer": "today's Unsloth, all results in one buffer",
+    "unsloth_puzzle": "the three launches, Unsloth's older path",
     "peft": "PEFT ({peft})",
 }
 MEASURED = (

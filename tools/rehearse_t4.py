@@ -242,6 +242,7 @@ def report(notebook, record, gpu, seconds):
         "exact": record.get("exact"),
         "compile": record.get("compile"),
         "fractions": fractions,
+        "kept": record.get("host", {}).get("kept"),
         "seconds": round(seconds, 1),
     }
 
@@ -263,6 +264,8 @@ def failures(notebook, report):
     if exact.get("differing") != 0 or not exact.get("checked"):
         got = exact or "no record of a Tesla T4"
         found.append(f"expected that weights were checked and none differs, got {got}")
+    if not report["kept"]:
+        found.append("expected that launches are kept with a T4's code, but none is")
     rows = report["compile"] or []
     for dtype in ("float16", "bfloat16"):
         if dtype not in [row["dtype"] for row in rows]:
