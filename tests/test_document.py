@@ -855,6 +855,12 @@ def test_the_tables_of_a_record(a_record):
     assert shown == f"{TOLD} {more}"
 
 
+def test_a_run_before_the_last_changes_counts_in_no_table(a_record):
+    current, before = a_record(1.6), record.summary(a_record(1.75)) | {"earlier": True}
+    alone = record.record_table([(current, [record.summary(current)])])
+    assert record.record_table([(current, [before, record.summary(current)])]) == alone
+
+
 def test_all_gpus_stand_in_one_table(a_record):
     """First the one on which the tests ran; a contender that one of them lacks has no figure."""
     results = {}
@@ -1032,6 +1038,20 @@ def test_the_kernels_range_that_is_told():
             ratios.append(row["unsloth_today_us"] / row["ours_us"])
     least, greatest = min(ratios), max(ratios)
     assert f"takes {least:.2f} to {greatest:.2f} times as long as ours" in told
+
+
+def test_where_a_kernel_is_behind_is_told():
+    """By more than the noise: ours nowhere, Unsloth's where it cannot use wide accesses."""
+    (shown, *_) = record.records(RESULTS)
+    behind = set()
+    for row in shown["formats"]:
+        ratio = row["unsloth_today_us"] / row["ours_us"]
+        assert ratio > 0.98, row
+        if ratio > 1.07:
+            behind.add((row["format"], row["dtype"]))
+    names = ("4096 x 14336, odd address", "4097 x 14337")
+    assert behind == set(itertools.product(names, ("float16", "bfloat16")))
+    assert "in 16 bits at odd addresses, and at 4097 x 14337" in MARKDOWN["ladder-text"]
 
 
 def test_the_published_times_are_those_recorded(nf4, estimated):

@@ -11,7 +11,8 @@ results/<gpu>-runs.json. The record, the outputs and the pictures that are shown
 median run among the folders given, by its ratio over today's Unsloth in fp16 (of an even number,
 the lower of the two in the middle). A run that had not its host to itself is listed with a note
 that says so, and is not shown where another had. One marked "earlier" is of the notebook before
-its last changes. Where anything speaks against one of the runs, it is said, and nothing changes.
+its last changes; no table counts it. Where anything speaks against one of the runs, it is said,
+and nothing changes.
 
 A run of Colab's is adopted the same way: put its notebook (as nf4_triton.ipynb) and its results/
 into DIR. Four files may lie beside them: robustness.json (`pytest tests --tally FILE`), timed.json
@@ -185,8 +186,10 @@ def is_listed(found, runs):
 def record_table(shown):
     """A markdown table: a row for each of the BASELINES that was raced, three columns for each GPU.
 
-    shown  (record, list of all runs on its GPU) of each; a cell is the range over all of them
+    shown  (record, list of all runs on its GPU) of each; a cell is the range over those of this
+           notebook
     """
+    shown = [(record, [run for run in runs if "earlier" not in run]) for record, runs in shown]
     titles = ["speedup over"]
     rows = {}
     for baseline, title in BASELINES.items():
@@ -217,9 +220,6 @@ def told_of(record, runs):
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
         told += f" The table gives the range of the medians of {len(runs)} runs"
-        earlier = sum("earlier" in run for run in runs)  # of the notebook before its last changes
-        if earlier:
-            told += f", {earlier} of them before the last changes"
         told += "; the outputs shown are of"
         told += f" {rule(record['median_of'], alone, listed=len(runs))}."
     return told
