@@ -652,9 +652,14 @@ def test_results_are_data():
 
 def test_what_the_gpu_tests_counted():
     """Two tests want a second GPU, which those runs had not: what they measured is in two_gpus."""
-    (found,) = [entry["robustness"] for entry in record.records(RESULTS) if "robustness" in entry]
+    (entry,) = [entry for entry in record.records(RESULTS) if "robustness" in entry]
+    found, again = entry["robustness"], entry["again"]
     timed = RESULTS["nvidia-h200"]["timed"]  # those that time something, run alone, before
-    assert found["finished"] and found["failed"] == 0
+    # The one that failed reads results/, not the GPU; it is in this file since, see its note.
+    assert found["finished"] and found["failed"] == 1
+    assert f"failed, {test_the_recorded_rehearsal.__name__}," in found["note"]
+    assert again["finished"] and again["failed"] == again["differing"] == 0
+    assert again["passed"] >= 995
     # Without this file's, which need no GPU. 198 are for the look-up by loads, so for a CPU.
     assert found["passed"] >= 1057
     skipped = found["skipped"] - 2  # for want of a second GPU
