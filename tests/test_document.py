@@ -714,7 +714,7 @@ def test_the_tally_of_a_run_that_is_cut(tmp_path):
 
 TOLD = "**Tesla T4**, 2026-11-22, A Processor, 2 cores:"
 TOLD += " 1,234,567 weights compared bit for bit, 0 differ."
-ITSELF = "| today's Unsloth (1.2), by `test_dequantize` itself |"
+ITSELF = "| today's Unsloth (1.2), one `test_dequantize` after the other |"
 RANGE = "The table gives the range of the medians of {} runs; the outputs shown are of {}."
 DOCUMENT = """<!-- record:start -->
 <!-- record:end -->

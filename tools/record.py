@@ -202,7 +202,7 @@ def record_table(shown):
             with_it = [run["ratios"][baseline] for run in all_runs if baseline in run["ratios"]]
             row += [spread([run[dtype] for run in with_it]) for dtype in DTYPES]
     raced = [row for row in rows.values() if any(row[1:])]
-    by_the_harness = [f"{rows['unsloth_today'][0]}, by `test_dequantize` itself"]
+    by_the_harness = [f"{rows['unsloth_today'][0]}, one `test_dequantize` after the other"]
     for record, runs in shown:
         all_runs = [summary(record), *others_than(record, runs)]
         by_the_harness += [official_spread(all_runs, dtype) for dtype in DTYPES]
