@@ -529,6 +529,7 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "1.10": "its second",
     "0.17": "ms of a T4's instructions, see test_a_t4s_instructions_take_less_than_its_bytes",
     "0.62": "ms of its bytes",
+    "1.7": "the least of ten operators' factors, as results/host_factors.json tells",
     "1.59": "GHz, a T4's boost clock",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",
     "1.15": "the challenge's last bar",
