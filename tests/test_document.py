@@ -935,6 +935,15 @@ def test_the_races_table(nf4, a_record):
     assert table.loc["unsloth_today"].tolist() == pytest.approx(expected)
 
 
+def test_the_picture_of_calls_says_what_is_timed(nf4):
+    """Issuing a call and a whole one are timed with layers of different sizes."""
+    rows = [{"who": "ours", "kernels": 1, "issue_us": 2.0, "call_us": 3.0}]
+    told = nf4.draw_calls(rows, "here").axes[0].get_xlabel()
+    for name, size in (("small", "512, 512"), ("large", "2048, 8192")):
+        assert f"{name} = MLP({size}, torch.float16)" in CODE["host-run"]
+    assert "issues a call, of 512 x 512." in told and "whole one, of 2048 x 8192" in told
+
+
 def test_tables_say_words(nf4, monkeypatch):
     """For the record's identifiers; ratios have two digits, and numbers stay numbers."""
     shown = []

@@ -1108,6 +1108,17 @@ def test_what_a_kept_launch_is_shown_to_do(kept, device, monkeypatch, capsys, is
         assert list(tables[0].index[new]) == SHOWN_ANEW and not tables[0]["differ"].any()
 
 
+def test_one_thing_changes_at_a_time(kept, device):
+    """The weight's buffer is another one once, and no later change takes it back."""
+    names = {"DEVICE": device, "gpu": "here", "EXACT": {"differing": 0}}
+    names |= {"compare": lambda *_: 0, "show": lambda *_: None}
+    names = {**vars(kept), **names}
+    helpers.run_cell("kept-run", names)
+    addresses = [weight.data_ptr() for _, weight, _ in names["changes"]()]
+    changed = [i for i in range(1, 9) if addresses[i] != addresses[i - 1]]
+    assert changed == [3] and len(addresses) == 9
+
+
 FIELDS = ("dtype = bfloat16", "shape = 128 x 64", "blocksize = 128", "quant_type = fp4")
 FIELDS += ("state2.blocksize = 32", "state2.dtype = float16")
 
