@@ -638,8 +638,10 @@ def test_record_has_its_times(found):
 
 
 def test_the_recorded_rehearsal():
-    (found,) = [each["t4_rehearsal"] for each in record.records(RESULTS) if "t4_rehearsal" in each]
-    helpers.check_rehearsal(found)
+    recorded = [each["t4_rehearsal"] for each in record.records(RESULTS) if "t4_rehearsal" in each]
+    assert recorded
+    for found in recorded:
+        helpers.check_rehearsal(found)
 
 
 def test_results_are_data():
@@ -1056,7 +1058,7 @@ def test_the_kernels_range_that_is_told():
 
 
 def test_where_a_kernel_is_behind_is_told():
-    """By more than the noise: ours nowhere, Unsloth's where it cannot use wide accesses."""
+    """Ours nowhere by more than the noise, Unsloth's by more than 7 % as is said."""
     (shown, *_) = record.records(RESULTS)
     behind = set()
     for row in shown["formats"]:
@@ -1074,7 +1076,8 @@ def test_the_published_times_are_those_recorded(nf4, estimated):
     found = RESULTS["host_factors"]
     published = found["three_launches_s"]
     assert nf4.PUBLISHED_S == (published["january"], published["later"])
-    others = []
+    assert "factors of 1.7 to 2.1" in found["operator"]["of"]
+    others = [1.7]
     for name in ("operator", "driver_launch", "peft_less_three_launches"):
         others.append(found[name]["t4_us"] / found[name]["h200_us"])
     factors = {

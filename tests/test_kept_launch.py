@@ -852,6 +852,19 @@ def test_a_launch_is_tried_once_on_each_device(kept, device, monkeypatch):
     assert count == [4]
 
 
+def shown(nf4, device, monkeypatch, cell, is_kept=True):
+    """Runs a cell that shows what a kept launch does: its names, and the tables that it showed."""
+    tables = []
+    names = {**vars(nf4), "DEVICE": device, "gpu": "here", "RECORD": {}, "EXACT": {"differing": 0}}
+    names |= {"compare": lambda out, *pair: nf4.bits_differing(out, dequantize_4bit(*pair))}
+    names |= {"show": lambda table, caption: tables.append(table)}
+    if not is_kept:
+        index = 0 if GPU else None
+        monkeypatch.setitem(nf4.KEEPING, torch.device(device, index), False)
+    helpers.run_cell(cell, names)
+    return names, tables
+
+
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_a_launch_and_its_steps_are_shown(kept, device, monkeypatch, capsys, is_kept):
     waits = []
@@ -861,14 +874,8 @@ def test_a_launch_and_its_steps_are_shown(kept, device, monkeypatch, capsys, is_
         waits.append(wait)
         return 2.0
 
-    tables = []
     monkeypatch.setattr(kept, "call_us", imitated_us)
-    names = {"DEVICE": device, "gpu": "here", "RECORD": {}}
-    names |= {"show": lambda table, caption: tables.append(table)}
-    if not is_kept:
-        index = 0 if GPU else None
-        monkeypatch.setitem(kept.KEEPING, torch.device(device, index), False)
-    helpers.run_cell("steps-run", vars(kept) | names)
+    names, tables = shown(kept, device, monkeypatch, "steps-run", is_kept)
     told = capsys.readouterr().out
     assert ("not kept here" in told) is not is_kept and ("0 of 262,144 differ" in told) is is_kept
     assert len(tables) == is_kept
@@ -1093,14 +1100,7 @@ SHOWN_ANEW = ["a first call", "the output's dtype", "the weight comes transposed
 
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_what_a_kept_launch_is_shown_to_do(kept, device, monkeypatch, capsys, is_kept):
-    tables = []
-    names = {"GPU": True, "DEVICE": device, "gpu": "here", "EXACT": {"differing": 0}}
-    names |= {"compare": lambda out, *pair: kept.bits_differing(out, dequantize_4bit(*pair))}
-    names |= {"show": lambda table, caption: tables.append(table)}
-    if not is_kept:
-        index = 0 if GPU else None
-        monkeypatch.setitem(kept.KEEPING, torch.device(device, index), False)
-    helpers.run_cell("kept-run", {**vars(kept), **names})
+    _, tables = shown(kept, device, monkeypatch, "kept-run", is_kept)
     assert ("not kept here" in capsys.readouterr().out) is not is_kept
     assert len(tables) == is_kept
     if is_kept:
@@ -1108,12 +1108,9 @@ def test_what_a_kept_launch_is_shown_to_do(kept, device, monkeypatch, capsys, is
         assert list(tables[0].index[new]) == SHOWN_ANEW and not tables[0]["differ"].any()
 
 
-def test_one_thing_changes_at_a_time(kept, device):
+def test_one_thing_changes_at_a_time(kept, device, monkeypatch):
     """The weight's buffer is another one once, and no later change takes it back."""
-    names = {"DEVICE": device, "gpu": "here", "EXACT": {"differing": 0}}
-    names |= {"compare": lambda *_: 0, "show": lambda *_: None}
-    names = {**vars(kept), **names}
-    helpers.run_cell("kept-run", names)
+    names, _ = shown(kept, device, monkeypatch, "kept-run")
     addresses = [weight.data_ptr() for _, weight, _ in names["changes"]()]
     changed = [i for i in range(1, 9) if addresses[i] != addresses[i - 1]]
     assert changed == [3] and len(addresses) == 9
