@@ -37,13 +37,13 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 2286  # of code; design.md asks for 1,100, of KERNEL for 95, of HOST for 270
+LINES = 2302  # of code; design.md asks for 1,100, of KERNEL for 95, of HOST for 270
 COLUMNS = 100
-KERNEL, KERNEL_CELLS = 111, ("kernel", "lookup")
-HOST = 513
+KERNEL, KERNEL_CELLS = 113, ("kernel", "lookup")
+HOST = 520
 HOST_CELLS = ("launch", "nf4", "check", "kept", "keep", "operator", "host-function")
 STRETCH = 80  # unfolded lines before an output,
-KERNEL_STRETCH = 111  # and where they begin with the kernel, which with its look-up may be longest
+KERNEL_STRETCH = 113  # and where they begin with the kernel, which with its look-up may be longest
 
 
 # It runs.
@@ -941,9 +941,10 @@ def test_the_picture_of_calls_says_what_is_timed(nf4):
     """Issuing a call and a whole one are timed with layers of different sizes."""
     rows = [{"who": "ours", "kernels": 1, "issue_us": 2.0, "call_us": 3.0}]
     told = nf4.draw_calls(rows, "here").axes[0].get_xlabel()
-    for name, size in (("small", "512, 512"), ("large", "2048, 8192")):
-        assert f"{name} = MLP({size}, torch.float16)" in CODE["host-run"]
-    assert "issues a call, of 512 x 512." in told and "whole one, of 2048 x 8192" in told
+    for name, shape in (("small", "ISSUED"), ("large", "WHOLE_CALL")):
+        assert f"{name} = MLP(*{shape}, torch.float16)" in CODE["host-run"]
+    assert f"issues a call, of {nf4.size_of(nf4.ISSUED)}." in told
+    assert f"whole one, of {nf4.size_of(nf4.WHOLE_CALL)}" in told
 
 
 def test_tables_say_words(nf4, monkeypatch):
@@ -1058,7 +1059,7 @@ def test_the_kernels_range_that_is_told():
 
 
 def test_where_a_kernel_is_behind_is_told():
-    """Ours nowhere by more than the noise, Unsloth's by more than 7 % as is said."""
+    """Ours nowhere by more than the noise, Unsloth's by more than 7 % where the text has it."""
     (shown, *_) = record.records(RESULTS)
     behind = set()
     for row in shown["formats"]:
@@ -1067,12 +1068,14 @@ def test_where_a_kernel_is_behind_is_told():
         if ratio > 1.07:
             behind.add((row["format"], row["dtype"]))
     names = ("4096 x 14336, odd address", "4097 x 14337")
-    assert behind == set(itertools.product(names, ("float16", "bfloat16")))
+    smallest = "1024 x 4096", "bfloat16"
+    assert behind == {*itertools.product(names, ("float16", "bfloat16")), smallest}
+    assert "as long as ours, most at 1024 x 4096 in bf16." in MARKDOWN["ladder-text"]
     assert "in 16 bits at odd addresses, and at 4097 x 14337" in MARKDOWN["ladder-text"]
 
 
 def test_the_published_times_are_those_recorded(nf4, estimated):
-    """The factors of two rows lie among those of other published figures, as is said."""
+    """The factors of three rows lie among those of other published figures, as is said."""
     found = RESULTS["host_factors"]
     published = found["three_launches_s"]
     assert nf4.PUBLISHED_S == (published["january"], published["later"])
@@ -1084,8 +1087,8 @@ def test_the_published_times_are_those_recorded(nf4, estimated):
         (row["published_s"], row["share"]): row["factor"] for row in estimated["t4_estimate"]
     }
     january, later = nf4.PUBLISHED_S
-    assert factors[january, 0.9] < min(others) < factors[january, 1.0] < max(others)
-    assert min(others) < factors[later, 0.9] < max(others) < factors[later, 1.0]
+    among = {row for row, factor in factors.items() if min(others) <= factor <= max(others)}
+    assert set(factors) - among == {(january, 0.9)}, "the one that is called unlikely"
 
 
 def test_the_estimate_is_that_of_the_record(nf4, estimated):

@@ -941,24 +941,24 @@ def test_falls_back_where_the_compiled_kernel_is_not_as_expected(kept, device, m
     def renamed(*_):
         raise AttributeError("no function")
 
-    monkeypatch.setattr(kept, "kept_launch", renamed)
+    monkeypatch.setattr(kept, "kept_of", renamed)
     check_nothing_is_kept(kept, device, ".*no function")
 
 
 def test_a_trial_that_runs_out_of_memory_decides_nothing(kept, device, monkeypatch):
     weight, state = fresh(kept, device)
-    kept_launch = kept.kept_launch
+    kept_of = kept.kept_of
 
     def starved(*_):
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr(kept, "KEEPING", {})
-    monkeypatch.setattr(kept, "kept_launch", starved)
+    monkeypatch.setattr(kept, "kept_of", starved)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_right(kept, weight, state)
     assert not kept.launches_of(state) and kept.KEEPING == {}
-    monkeypatch.setattr(kept, "kept_launch", kept_launch)
+    monkeypatch.setattr(kept, "kept_of", kept_of)
     called(kept, device)
     assert list(kept.KEEPING.values()) == [True]
 
@@ -973,7 +973,7 @@ def test_a_launch_that_cannot_be_kept_says_nothing_of_others(kept, device, monke
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
-        patch.setattr(kept, "kept_launch", failing)
+        patch.setattr(kept, "kept_of", failing)
         check_right(kept, weight, state)
     assert not kept.launches_of(state) and list(kept.KEEPING.values()) == [True]
     called(kept, device, seed=2)
@@ -1193,7 +1193,7 @@ CONDITIONS = {  # of a kept launch -> the cases above that must fail without it
         *("traced", "traced before autograd", "transformed", "negated", "weight 0-d"),
         "weight sparse",
     ),
-    "not modes()": ("traced by make_fx",),
+    "not dispatch_modes()": ("traced by make_fx",),
     "not is_profiled()": ("enter hook", "exit hook", "another enter hook", "another exit hook"),
     "kept.kernel is _dequantize_nf4_kernel": ("kernel redefined",),
     "addresses != kept.checked": ("weight shortened", "weight freed", "absmax freed"),
@@ -1216,7 +1216,7 @@ OTHERS = {  # what else makes it right -> (its replacement, the case that must t
         "with contextlib.nullcontext():  # Params4bit",
         "torch function",
     ),
-    "return out.t() if kept.is_transposed else out": ("return out", "transposed first"),
+    "result = out.t() if is_transposed(nf4.weight) else out": ("result = out", "transposed first"),
     "arguments, current_stream(kept.gpu)": ("arguments, 0", "stream"),
 }
 ENDS_THE_PROCESS = {  # without its condition: anywhere, or on a GPU
@@ -1231,7 +1231,7 @@ ENDS_THE_PROCESS = {  # without its condition: anywhere, or on a GPU
 def again():
     """The text of the functions that hold the conditions."""
     cells = "\n".join(source for _, source in helpers.exports())
-    return re.search(r"def fits\(.*?(?=def start\()", cells, re.S)[0]
+    return re.search(r"def launch_again\(.*?(?=def start\()", cells, re.S)[0]
 
 
 def test_the_removals_cover_the_whole_check():
@@ -1271,7 +1271,7 @@ def removals():
 
 @pytest.mark.parametrize("condition, case", removals())
 def test_each_condition_is_needed(condition, case, monkeypatch, device):
-    if condition == "not modes()" and guard_sees_every_mode():
+    if condition == "not dispatch_modes()" and guard_sees_every_mode():
         pytest.skip("this torch's guard asks it, too; torch 2.13's does not")
     (line,) = (line for line in again().splitlines() if condition in line.split("  #")[0])
     always = "False" if " if " in line else "True"

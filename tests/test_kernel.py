@@ -633,7 +633,7 @@ WRONG = {  # what is made wrong -> (text in the kernel, its replacement)
         "is_there = index * 2 < n_here",
         "is_there = index * 2 + 2 < n_here",
     ),
-    "the scale's place": ("absmax_ptr + block + ", "absmax_ptr + block + 1 + "),
+    "the scale's place": ("absmax_ptr += first_block", "absmax_ptr += first_block + 1"),
     "one rounding of the scale too few": (
         "_mul_rn(code2, absmax2) + offset",
         "tl.fma(code2, absmax2, offset)",
@@ -643,7 +643,7 @@ WRONG = {  # what is made wrong -> (text in the kernel, its replacement)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_kernel_is_caught(device, wrong):
+def test_a_wrong_kernel_is_caught(nf4, device, wrong):  # nf4 has the reference
     if wrong == "one rounding of the scale too few" and not GPU:
         pytest.skip("the interpreter rounds twice")
     if wrong == "the look-up by loads" and GPU:

@@ -54,7 +54,7 @@ two_loops = helpers.load(
 
 POLICIES = {  # address: what our kernel does with what it loads there
     "word_ptr + step * WORDS": "evict_first",
-    "absmax2_ptr + block // BLOCKSIZE2": "evict_last",
+    "absmax2_ptr + first_block // BLOCKSIZE2": "evict_last",
     "offset_ptr": "evict_last",
     "code2_ptr + absmax.to(tl.int32)": "evict_last",
 }
@@ -65,7 +65,7 @@ for address, policy in POLICIES.items():
 without_policies.append(("ld.global.nc.L1::evict_last.b32", "ld.global.nc.b32"))
 no_policy = helpers.load("roads_no_policy", *without_policies)
 
-STORED = "tl.store(out_ptr + first + index, weights"
+STORED = "tl.store(out_ptr + index, weights"
 output_first = helpers.load(
     "roads_output_first",
     (STORED + ")", STORED + ', eviction_policy="evict_first")'),
