@@ -1262,6 +1262,25 @@ def check_fails_without(text, replacement, name, monkeypatch, device):
             WATCHED[name](weakened, monkeypatch, device)
 
 
+def test_new_addresses_are_checked_once(kept, device, monkeypatch):
+    """Else each later call would look at the memory again."""
+    looked = []
+    check_memory = kept.check_memory
+
+    def counted(tensors):
+        looked.append(tensors)
+        check_memory(tensors)
+
+    weight, state = called(kept, device)
+    monkeypatch.setattr(kept, "check_memory", counted)
+    kept.dequantize_nf4(weight, state)
+    assert len(looked) == 0, "no address is new"
+    weight.data = weight.data.clone()
+    for _ in range(3):
+        kept.dequantize_nf4(weight, state)
+    assert len(looked) == 1
+
+
 def removals():
     """(condition, case) for each case that must fail without the condition."""
     for condition, cases in CONDITIONS.items():

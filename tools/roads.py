@@ -44,7 +44,7 @@ LOOKED_UP = "        codes = _look_up(words[step], code_ptr)  # [WORDS, 8]\n"
 SECOND_LOOP = "    for step in tl.static_range(STEPS):\n"
 two_loops = helpers.load(
     "roads_two_loops",
-    (WORDS_LOADED + "  # issued first: they are the slowest", "    scales = ()"),
+    (WORDS_LOADED + "  # issued first: the slowest", "    scales = ()"),
     (
         LOOKED_UP,
         "        scales = scales + (scale,)\n" + WORDS_LOADED + "\n" + SECOND_LOOP + LOOKED_UP,
