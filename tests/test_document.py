@@ -388,7 +388,7 @@ def test_notebook_is_made_for_a_t4():
     for cell in CELLS.values():
         attached |= cell.get("attachments", {})
     shown = set(re.findall(r"attachment:([\w.]+)", "".join(MARKDOWN.values())))
-    assert shown == set(attached) == {"warp.png"}
+    assert shown == set(attached) == {"warp.png", "call.png"}
     for name, found in attached.items():
         picture = base64.b64decode(found["image/png"])
         assert picture == (ROOT / "results" / name).read_bytes(), f"run tools/draw_{name[:-4]}.py"
@@ -667,7 +667,7 @@ def test_the_recorded_rehearsal():
 def test_results_are_data():
     paths = list((ROOT / "results").iterdir())
     assert {path.suffix for path in paths} == {".json", ".png"}
-    pictures = {"warp.png"}
+    pictures = {"warp.png", "call.png"}
     for found in record.records(RESULTS):
         pictures |= {f"{record.slug(found['gpu'])}-{kind}.png" for kind in record.PICTURES}
     assert {path.name for path in paths if path.suffix == ".png"} == pictures
