@@ -1072,6 +1072,10 @@ def test_the_kernels_range_that_is_told():
             ratios.append(row["unsloth_today_us"] / row["ours_us"])
     least, greatest = min(ratios), max(ratios)
     assert f"takes {least:.2f} to {greatest:.2f} times as long as ours" in told
+    row = shown["formats"][4]
+    assert (row["format"], row["dtype"]) == ("1024 x 4096", "bfloat16")
+    assert row["bytes"] / row["ceiling_us"] / 1e3 < shown["bandwidth"]["ceiling_gbs"] / 2
+    assert "in bf16, where the ceiling itself is under half the memory's speed." in told
 
 
 def test_where_a_kernel_is_behind_is_told():
@@ -1086,7 +1090,7 @@ def test_where_a_kernel_is_behind_is_told():
     names = ("4096 x 14336, odd address", "4097 x 14337")
     smallest = "1024 x 4096", "bfloat16"
     assert behind == {*itertools.product(names, ("float16", "bfloat16")), smallest}
-    assert "as long as ours, most at 1024 x 4096 in bf16." in MARKDOWN["ladder-text"]
+    assert "as long as ours, most at 1024 x 4096 in bf16," in MARKDOWN["ladder-text"]
     assert "in 16 bits at odd addresses, and at 4097 x 14337" in MARKDOWN["ladder-text"]
 
 
