@@ -29,7 +29,6 @@ places with a colon between, the quotient). What lies between
 import ast
 import hashlib
 import importlib
-import itertools
 import json
 import os
 import re
@@ -132,12 +131,8 @@ def execute(folder):
     print(f"\nexecuted: {folder / NOTEBOOK.name}", *(f"record: {path}" for path in paths))
 
 
-def is_code(cell):
-    return cell.cell_type == "code"
-
-
 def code_cells(notebook):
-    return list(filter(is_code, notebook.cells))
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def texts(notebook):
@@ -207,8 +202,9 @@ def record_table(shown):
             with_it = [run["ratios"][baseline] for run in all_runs if baseline in run["ratios"]]
             row += [spread([run[dtype] for run in with_it]) for dtype in DTYPES]
     raced = [row for row in rows.values() if any(row[1:])]
-    by_the_harness = [f"{rows['unsloth_today'][0]}, one `test_dequantize` after the other"]
-    rows["unsloth_today"][0] += ", taking turns"
+    today = rows["unsloth_today"][0]
+    rows["unsloth_today"][0] = f"{today}, taking turns"
+    by_the_harness = [f"{today}, one `test_dequantize` after the other"]
     for record, runs in shown:
         all_runs = [summary(record), *others_than(record, runs)]
         by_the_harness += [official_spread(all_runs, dtype) for dtype in DTYPES]
@@ -400,10 +396,10 @@ def said(error):
 # Taking runs in.
 
 
-def code_hash(source):
-    """Of what code and its marks (#| export) say, not of its layout and other comments."""
-    marks = re.findall(r"^#\|.*", source, re.M)
-    code = structure(ast.parse(source))
+def code_hash(cell):
+    """Of what a cell's code and its marks (#| export) say, not of its layout and other comments."""
+    marks = re.findall(r"^#\|.*", cell.source, re.M)
+    code = structure(ast.parse(cell.source))
     return hashlib.sha256(repr((marks, code)).encode()).hexdigest()[:16]
 
 
@@ -418,23 +414,8 @@ def structure(node):
 
 
 def code_hashes(notebook):
-    """{cell id: hash} of the code cells.
-
-    Definition cells that follow one another count as one, with the first's id: where one ends and
-    the next begins is layout, as nothing is run or shown in between.
-    """
-    hashes = {}
-    for are_definitions, cells in itertools.groupby(notebook.cells, is_definition):
-        cells = list(cells)
-        if are_definitions:
-            hashes[cells[0].id] = code_hash("\n".join(cell.source for cell in cells))
-        else:
-            hashes |= {cell.id: code_hash(cell.source) for cell in cells if is_code(cell)}
-    return hashes
-
-
-def is_definition(cell):
-    return is_code(cell) and bool(DEFINITION.match(cell.source))
+    """{cell id: hash} of the code cells."""
+    return {cell.id: code_hash(cell) for cell in code_cells(notebook)}
 
 
 class Run:
@@ -521,7 +502,7 @@ def objections(run, notebook, listed, rehearsed):
 def objections_to_outputs(run, notebook):
     """Cells are told apart by their places: Colab saves no ids."""
     done, cells = code_cells(run.notebook), code_cells(notebook)
-    if [code_hash(cell.source) for cell in done] != [code_hash(cell.source) for cell in cells]:
+    if list(map(code_hash, done)) != list(map(code_hash, cells)):
         yield "the executed notebook's code differs from the repository's: run it again"
         return
     unfinished, silent = [], []
