@@ -256,13 +256,11 @@ def keep_on_cpu(nf4, monkeypatch, scratches=SCRATCHES):
 
     empty = torch._C._dynamo.guards._empty_strided_cpu  # seen by nobody, either
     monkeypatch.setattr(torch.cuda, "device", current)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: world.device, raising=False)
     monkeypatch.setattr(nf4, "current", lambda device: current(device.index))
     monkeypatch.setattr(nf4, "plan", noted_plan)
     monkeypatch.setattr(nf4, "launch", launch_and_compile)
-    monkeypatch.setattr(nf4, "launch_kernel", launch_kernel)
-    monkeypatch.setattr(nf4, "empty_cuda", empty)
-    monkeypatch.setattr(nf4, "current_stream", lambda index: world.stream)
+    launch_by(launch_kernel, monkeypatch)
+    give_torch(monkeypatch, empty, lambda: world.device, lambda index: world.stream)
     monkeypatch.setattr(nf4, "KEEPING", {})
     return world
 
@@ -271,6 +269,20 @@ class Compiled(types.SimpleNamespace):
     """Stands for Triton's CompiledKernel."""
 
     __hash__ = object.__hash__
+
+
+def give_torch(monkeypatch, empty, device, stream):
+    """These in the place of private functions of torch, which that of a CPU lacks."""
+    private = {"raising": False}
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", empty, **private)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", device, **private)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, **private)
+
+
+def launch_by(function, monkeypatch):
+    """From now on the C++ launcher is this function."""
+    launcher = types.SimpleNamespace(_launch_kernel=function)
+    monkeypatch.setattr(torch._C, "_StaticCudaLauncher", launcher, raising=False)
 
 
 def compiled_for(nf4, described, constants, world, scratches):

@@ -77,10 +77,10 @@ def test_compiled_calls_are_timed_beside_others(nf4, monkeypatch):
         compiled.add(run)
         return run
 
-    def imitated_us(stepped, call, wait):
+    def imitated_us(stepped, call):
         (function,) = stepped.args
         outs = stepped(call)
-        assert wait and len(outs) in (1, 3)  # a forward pass, or three weights
+        assert len(outs) in (1, 3)  # a forward pass, or three weights
         turns.append(function)
         return 100 - len(turns) + (0.5 if function in compiled else 0.0)
 
@@ -103,7 +103,7 @@ def test_to_time_a_compiled_function_compiles_nothing(nf4):
     run = torch.compile(lambda x: x + 1, backend=counter)
     run(torch.ones(3))
     for _ in range(2):
-        assert nf4.call_us(run, torch.ones(3), wait=False) > 0
+        assert nf4.call_us(run, torch.ones(3)) > 0
     assert counter.graphs == 1
 
 
@@ -123,7 +123,7 @@ def refused(function):
 def test_what_does_not_compile_right_has_no_time(nf4, monkeypatch, who, fault, told):
     """An error in the row; where it is ours, the cell's."""
     monkeypatch.setattr(nf4, "unsloth_dequantize", lambda layer: nf4.bnb_dequantize(layer))
-    monkeypatch.setattr(nf4, "call_us", lambda stepped, call, wait: len(stepped(call)))
+    monkeypatch.setattr(nf4, "call_us", lambda stepped, call: len(stepped(call)))
     failing = getattr(nf4, who)
 
     def imitated(function):

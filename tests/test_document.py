@@ -41,7 +41,7 @@ WORDS = 2600
 LINES = 2302  # of code; design.md asks for 1,100, of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 113, ("kernel", "lookup")
-HOST = 520
+HOST = 526
 HOST_CELLS = ("launch", "nf4", "check", "kept", "keep", "operator", "host-function")
 STRETCH = 80  # unfolded lines before an output,
 KERNEL_STRETCH = 113  # and where they begin with the kernel, which with its look-up may be longest
@@ -539,15 +539,19 @@ def test_what_was_only_expected_of_a_t4_goes_when_one_is_measured():
 
 QUOTED = {  # numbers that stand in no record, and where they come from
     "0.2461": "the code's entry 10",
-    "2.5": "601 GB by 240 GB/s, seconds",
     "1.05": "the challenge's first bar",
     "1.10": "its second",
     "0.45": "ms of a T4's instructions, see test_a_t4s_instructions_take_less_than_its_bytes",
     "0.62": "ms of its bytes",
     "1.7": "the least of ten operators' factors, as results/host_factors.json tells",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",
-    "1.07": "see test_what_is_told_of_kernels_at_85_percent_of_a_copy",
+    "1.08": "see test_what_is_told_of_kernels_at_85_percent_of_a_copy",
+    "1.07": "the same",
     "0.02": "see test_the_estimate_by_other_host_times",
+    "0.01": "see test_how_near_the_estimate_comes_to_the_bar",
+    "2.75": "see test_the_row_that_is_worked_out",
+    "0.96": "the same",
+    "2.51": "the same",
     "1.15": "the challenge's last bar",
     "2.6": "du of the tests' environment, GB",
     "0.6": "du of one more Triton, GB",
@@ -648,9 +652,8 @@ def test_record_has_its_times(found):
     host = found["host"]
     assert all(host[f"{who}_us"] == row["issue_us"] for who, row in calls.items())
     assert host["kept"] and host["ours_us"] < 0.5 * host["unsloth_today_us"], "the claim"
-    for name in ("floor", "unsloth_floor"):
-        assert set(found[name]) == {"float16", "bfloat16"}
-        assert all(set(floor) == {"least", "median"} for floor in found[name].values())
+    floor = {(entry["baseline"], entry["dtypes"]) for entry in found["floor"]}
+    assert floor == set(itertools.product(("bare", "unsloth_bare"), record.DTYPES))
 
 
 def test_the_recorded_rehearsal():
@@ -730,7 +733,7 @@ def test_the_tally_of_a_run_that_is_cut(tmp_path):
 TOLD = "**Tesla T4**, 2026-11-22, A Processor, 2 cores:"
 TOLD += " 1,234,567 weights compared bit for bit, 0 differ."
 ITSELF = "| today's Unsloth (1.2), one `test_dequantize` after the other |"
-RANGE = "The table gives the range of the medians of {} runs; the outputs shown are of {}."
+RANGE = "Ranges are of the medians of {} runs; the outputs are of {}."
 DOCUMENT = """<!-- record:start -->
 <!-- record:end -->
 
@@ -779,7 +782,7 @@ def a_record(nf4):
         for dtype, median in (("float16", 0.9), ("bfloat16", 0.9), ("original", 1.0)):
             for part in (0.7, median, 1.3):
                 found["official_s"].append({"dtype": dtype, "ratio": part * ratio})
-        return found | {"harness": nf4.entries(rows)}
+        return found | {"harness": nf4.entries_of(rows)}
 
     return make
 
@@ -844,7 +847,7 @@ def test_a_t4s_run_is_adopted(copy):
         assert "unmeasured" not in stated and "no time has been measured" not in stated
         assert record.restated(stated, record.load_all()) == stated
     pictures = {path.name for path in record.RESULTS.glob("*.png")}
-    taken_in = {f"tesla-t4-{kind}.png" for kind in ("calls", "formats")}
+    taken_in = {f"tesla-t4-{kind}.png" for kind in ("calls", "formats", "race")}
     assert pictures == taken_in | {"nvidia-h200-calls.png"}
     for cell in record.code_cells(notebook):
         outputs = [output.text for output in cell.outputs]
@@ -934,29 +937,42 @@ def test_a_run_without_todays_unsloth_is_told_without_a_table(
 
 
 def test_the_races_table(nf4, a_record):
-    """A call in the mix by shapes; the ratio, and that of the least and the greatest round."""
+    """A call in the mix by shapes, and the ratio."""
+    found = a_record(1.6)["harness"]
+    table = nf4.us_table(found)
+    shapes = ["{} x {}".format(*shape) for shape in nf4.HARNESS_SHAPES]
+    assert list(table) == [*shapes, "sum", "ratio"]
+    assert table.loc["ours"].tolist()[:4] == [1.0, 1.0, 1.0, 3.0]
+    assert np.isnan(table.loc["ours", "ratio"])
+    assert table.loc["unsloth_today"].tolist() == pytest.approx([1.6, 1.6, 1.6, 4.8, 1.6])
+
+
+def test_the_picture_of_calls(nf4):
+    """Issuing and waiting stand one behind the other; both, and the whole, to scale."""
+    rows = [{"who": "ours", "kernels": 1, "issue_us": 2.0, "wait_us": 3.0, "call_us": 5.0}]
+    (axes,) = nf4.draw_calls(rows, "here").axes
+    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
+    assert bars == [(0.0, 2.0), (2.0, 3.0)]
+    assert [text.get_text() for text in axes.texts] == ["2.0", "5.0"]
+    assert "layer = MLP(*CALLED, torch.float16)" in CODE["host-run"]
+
+
+def test_the_picture_of_the_race(nf4, a_record):
+    """For each dtype a mark at the median, and a line from the least to the greatest round."""
     found = a_record(1.6)["harness"]
     for entry in found:
-        if entry["dtypes"] == "original":
-            entry["ratio"] |= {"low": 1.5, "high": 1.7}
-    table = nf4.race_table(found)
-    shapes = ["{} x {}".format(*shape) for shape in nf4.HARNESS_SHAPES]
-    ratios = ["ratio.median", "ratio.low", "ratio.high"]
-    assert list(table) == [*shapes, "sum", *ratios]
-    assert table.loc["ours"].tolist()[:4] == [1.0, 1.0, 1.0, 3.0]
-    assert table.loc["ours", ratios].isna().all()
-    expected = 3 * [1.6] + [4.8, 1.6, 1.5, 1.7]
-    assert table.loc["unsloth_today"].tolist() == pytest.approx(expected)
-
-
-def test_the_picture_of_calls_says_what_is_timed(nf4):
-    """Issuing a call and a whole one are timed with layers of different sizes."""
-    rows = [{"who": "ours", "kernels": 1, "issue_us": 2.0, "call_us": 3.0}]
-    told = nf4.draw_calls(rows, "here").axes[0].get_xlabel()
-    for name, shape in (("small", "ISSUED"), ("large", "WHOLE_CALL")):
-        assert f"{name} = MLP(*{shape}, torch.float16)" in CODE["host-run"]
-    assert f"issues a call, of {nf4.size_of(nf4.ISSUED)}." in told
-    assert f"whole one, of {nf4.size_of(nf4.WHOLE_CALL)}" in told
+        entry["ratio"] |= {"low": entry["ratio"]["median"] - 0.1}
+    panels = nf4.draw_race(found, "here").axes
+    assert [axes.get_title() for axes in panels] == ["fp16", "bf16", "mix"]
+    medians = {"kernel_grid": 1.25, "unsloth_today": 1.6, "unsloth_puzzle": 2.0, "peft": 3.0}
+    for axes in panels:
+        drawn = {}
+        for line, mark in zip(axes.lines[::2], axes.lines[1::2]):
+            assert mark.get_ydata()[0] == line.get_ydata()[0]
+            drawn[mark.get_ydata()[0]] = (*line.get_xdata(), mark.get_xdata()[0])
+        for who, median in medians.items():
+            assert drawn[nf4.LABELS[who]] == pytest.approx((median - 0.1, median, median))
+        assert [text.get_text().strip() for text in axes.texts if "1.60" in text.get_text()]
 
 
 def test_tables_say_words(nf4, monkeypatch):
@@ -1029,12 +1045,12 @@ def test_the_estimate_for_a_t4(nf4):
         ours = moving + factor * 9000 * 10e-6
         assert seconds[published, share, "ours"] == pytest.approx(ours)
     table = nf4.t4_table(rows)
-    assert list(table.index) == [3.714, 3.714, 4.1, 4.1]
+    assert list(table.index) == [3.714, 3.714, 4.116, 4.116]
     assert list(table["% of a copy's speed"]) == pytest.approx([90, 100, 90, 100])
-    last, best = table.iloc[-1], seconds[4.1, 1.0, "ours"]
+    last, best = table.iloc[-1], seconds[4.116, 1.0, "ours"]
     assert last["ours"] == best
-    assert last["over today's Unsloth"] == seconds[4.1, 1.0, "unsloth_today"] / best
-    assert last["over the three launches"] == pytest.approx(4.1 / best)
+    assert last["over today's Unsloth"] == seconds[4.116, 1.0, "unsloth_today"] / best
+    assert last["over the three launches"] == pytest.approx(4.116 / best)
 
 
 @pytest.fixture
@@ -1068,30 +1084,36 @@ def test_the_kernels_range_that_is_told():
             ratios.append(row["unsloth_today_us"] / row["ours_us"])
     least, greatest = min(ratios), max(ratios)
     assert f"takes {least:.2f} to {greatest:.2f} times as long as ours" in told
-    row = shown["formats"][4]
-    assert (row["format"], row["dtype"]) == ("1024 x 4096", "bfloat16")
-    assert row["bytes"] / row["ceiling_us"] / 1e3 < shown["bandwidth"]["ceiling_gbs"] / 2
-    assert "in bf16, where the ceiling itself is under half the memory's speed." in told
+    for row in shown["formats"][3:5]:
+        assert row["format"] == "1024 x 4096" and row["dtype"] != "float32"
+        assert row["bytes"] / row["ceiling_us"] / 1e3 < shown["bandwidth"]["ceiling_gbs"] / 2
+    assert "(At 1024 x 4096 in 16 bits the ceiling itself is under half the" in told
 
 
 def test_where_a_kernel_is_behind_is_told():
-    """Ours nowhere by more than the noise, Unsloth's by more than 7 % where the text has it."""
+    """Ours nowhere by more than the noise, Unsloth's by more than 5 % where the text has it."""
     (shown, *_) = record.records(RESULTS)
     behind = set()
     for row in shown["formats"]:
         ratio = row["unsloth_today_us"] / row["ours_us"]
         assert ratio > 0.98, row
-        if ratio > 1.07:
+        if ratio > 1.05:
             behind.add((row["format"], row["dtype"]))
     names = ("4096 x 14336, odd address", "4097 x 14337")
-    smallest = "1024 x 4096", "bfloat16"
-    assert behind == {*itertools.product(names, ("float16", "bfloat16")), smallest}
-    assert "as long as ours, most at 1024 x 4096 in bf16," in MARKDOWN["ladder-text"]
+    assert behind == set(itertools.product(names, ("float16", "bfloat16")))
     assert "in 16 bits at odd addresses, and at 4097 x 14337" in MARKDOWN["ladder-text"]
 
 
+OUTSIDE = {  # how many factors lie below and above those of other published figures -> what is said
+    (0, 0): "The four factors lie among these.",
+    (1, 0): "Three of the four factors lie among these.",
+    (0, 1): "Three of the four factors lie among these.",
+    (1, 1): "Two of the four factors lie among these.",
+}
+
+
 def test_the_published_times_are_those_recorded(nf4, estimated):
-    """The factors of three rows lie among those of other published figures, as is said."""
+    """Which of the factors lie among those of other published figures is said."""
     found = RESULTS["host_factors"]
     published = found["three_launches_s"]
     assert nf4.PUBLISHED_S == (published["january"], published["later"])
@@ -1099,29 +1121,26 @@ def test_the_published_times_are_those_recorded(nf4, estimated):
     others = [1.7]
     for name in ("operator", "driver_launch", "peft_less_three_launches"):
         others.append(found[name]["t4_us"] / found[name]["h200_us"])
-    factors = {
-        (row["published_s"], row["share"]): row["factor"] for row in estimated["t4_estimate"]
-    }
-    january, later = nf4.PUBLISHED_S
-    among = {row for row, factor in factors.items() if min(others) <= factor <= max(others)}
-    assert set(factors) - among == {(january, 0.9)}, "all but one lie among them"
+    lowest, highest = min(others), max(others)
+    factors = sorted({row["factor"] for row in estimated["t4_estimate"]})
+    below = [factor for factor in factors if factor < lowest]
+    above = [factor for factor in factors if factor > highest]
+    assert OUTSIDE[len(below), len(above)] in MARKDOWN["score-text"]
 
 
 def test_what_is_told_of_kernels_at_85_percent_of_a_copy(nf4, estimated):
-    """For the first published time Colab's host would be faster than this one, as is said."""
     table = nf4.t4_table(nf4.t4_estimate(estimated, shares=(0.9, 0.85)))
     january, _ = nf4.PUBLISHED_S
     first = table.loc[january].set_index("% of a copy's speed")
-    assert first["host slower by"][85] < 1 < first["host slower by"][90]
     speedup = first["over today's Unsloth"][85]
-    told = f"(At 85 %, the first factor would be below 1, its speedup {speedup:.2f}.)"
-    assert told in MARKDOWN["score-text"]
+    factor = f"the first row's factor would be {first['fitted factor'][85]:.2f}"
+    assert f"(At 85 %, {factor}, its speedup {speedup:.2f}.)" in MARKDOWN["score-text"]
 
 
 def test_the_estimate_by_other_host_times(nf4, estimated, monkeypatch):
     """By the issuing times, and by whole calls less their kernels, as is said."""
     calls = {row["who"]: row for row in estimated["calls"]}
-    wanted = nf4.size_of(nf4.WHOLE_CALL), "float16"
+    wanted = nf4.size_of(nf4.CALLED), "float16"
     (kernel,) = (row for row in estimated["formats"] if (row["format"], row["dtype"]) == wanted)
     issuing = {}
     whole = {}
@@ -1130,12 +1149,15 @@ def test_the_estimate_by_other_host_times(nf4, estimated, monkeypatch):
         alone_us = kernel["ours_us" if who == "ours" else "unsloth_today_us"] * n_bytes / nf4.FUSED
         whole[who] = calls[who]["call_us"] - alone_us
     told = nf4.t4_table(estimated["t4_estimate"])
+    greatest = []
     for host in (issuing, whole):
         monkeypatch.setattr(nf4, "host_us", lambda record, host=host: host)
         found = nf4.t4_table(nf4.t4_estimate(estimated))
         changes = found["over today's Unsloth"] - told["over today's Unsloth"]
-        assert len(changes) == 4 and changes.abs().max() < 0.02
-    assert "today's Unsloth changes by more than 0.02" in MARKDOWN["score-text"]
+        assert len(changes) == 4
+        greatest.append(changes.abs().max())
+    told = f"the speedups over today's Unsloth change by up to {max(greatest):.2f}"
+    assert told in MARKDOWN["score-text"] and max(greatest) < 0.06
 
 
 def test_what_a_call_saves_at_each_shape():
@@ -1143,30 +1165,26 @@ def test_what_a_call_saves_at_each_shape():
     wanted = "unsloth_today", "original"
     (race,) = (row for row in shown["harness"] if (row["baseline"], row["dtypes"]) == wanted)
     saved = [theirs - ours for theirs, ours in zip(race["baseline_us"], race["ours_us"])]
-    told = (
-        f"a call saves {min(saved):.0f} to {max(saved):.0f} µs, so the smallest matrix gains most"
-    )
-    assert told in MARKDOWN["compile-text"]
     calls = {row["who"]: row["issue_us"] for row in shown["calls"]}
     issuing = calls["unsloth_today"] - calls["ours"]
-    assert f"Issuing alone saves {issuing:.0f} µs" in MARKDOWN["compile-text"]
+    told = f"a call saves {min(saved):.0f} to {max(saved):.0f} µs; issuing one saves {issuing:.0f}"
+    assert told in MARKDOWN["compile-text"]
+    assert race["baseline_us"][1] / race["ours_us"][1] == max(
+        theirs / ours for theirs, ours in zip(race["baseline_us"], race["ours_us"])
+    )
 
 
-def test_by_what_taking_turns_lengthens_a_call():
+def test_the_speedup_that_is_claimed():
+    """From the least to the greatest of the table's first two rows."""
     (shown, *_) = record.records(RESULTS)
-    alone = pd.DataFrame(shown["official_s"]).groupby("dtype").median()
-    longer = {"ours": [], "unsloth_today": []}
-    for race in shown["harness"]:
-        if race["baseline"] == "unsloth_today":
-            before = alone.loc[race["dtypes"]]
-            longer["ours"].append(np.median(race["ours_s"]) / before.ours)
-            longer["unsloth_today"].append(np.median(race["baseline_s"]) / before.unsloth_today)
-    told = {}
-    for who, ratios in longer.items():
-        assert len(ratios) == 3
-        told[who] = f"{100 * min(ratios) - 100:.0f} to {100 * max(ratios) - 100:.0f} %"
-    text = f"lengthens Unsloth's calls by {told['unsloth_today']} and ours by {told['ours']}"
-    assert text in MARKDOWN["compile-text"]
+    found = []
+    for run in RESULTS[record.slug(shown["gpu"]) + "-runs"]:
+        if "earlier" not in run:
+            found += run["ratios"]["unsloth_today"].values()
+            found += pd.DataFrame(run["official_s"]).groupby("dtype").ratio.median().tolist()
+    claim = record.FIGURE.sub(r"\2", MARKDOWN["claim-text"])
+    told = f"**{min(found):.2f} to {max(found):.2f} times as fast as today's Unsloth**"
+    assert len(found) % 6 == 0 and told in claim
 
 
 def test_colab_has_the_torch_and_triton_of_the_run(estimated):
@@ -1176,6 +1194,29 @@ def test_colab_has_the_torch_and_triton_of_the_run(estimated):
         found, ours = (versions[name].split("+")[0] for versions in (colab, estimated["versions"]))
         assert found == ours
     assert estimated["host"]["kept"]
+
+
+def test_the_row_that_is_worked_out(nf4, estimated):
+    told = " ".join(record.FIGURE.sub(r"\2", MARKDOWN["t4-text"]).split())
+    ours, today, three = estimated["t4_estimate"][:3]
+    assert ours["share"] == 1.0 and ours["published_s"] == nf4.PUBLISHED_S[0]
+    moving = nf4.moving_seconds("unsloth_puzzle", 1.0)
+    rest = ours["published_s"] - moving
+    assert f"the bytes take {moving:.2f} s. The other {rest:.2f} s are" in told
+    assert f"are {1e6 * rest / nf4.N_CALLS:.0f} µs a call, {ours['factor']:.2f} times the" in told
+    assert f"times the {three['host_us']:.1f} above" in told
+    own = nf4.moving_seconds("ours", 1.0)
+    assert f"ours should take {own:.2f} s for its bytes" in told
+    assert (
+        f"with the host, {ours['seconds']:.2f} s; today's Unsloth {today['seconds']:.2f} s" in told
+    )
+
+
+def test_how_near_the_estimate_comes_to_the_bar(nf4, estimated):
+    speedups = nf4.t4_table(estimated["t4_estimate"])["over today's Unsloth"]
+    near = speedups[(speedups - 1.15).abs() < 0.01]
+    assert len(near) == 2 and speedups.min() < 1.15 < speedups.max()
+    assert "two rows lie within 0.01 of it." in MARKDOWN["score-text"]
 
 
 def test_the_estimate_is_that_of_the_record(nf4, estimated):
@@ -1302,7 +1343,7 @@ def test_where_launches_are_not_kept_there_is_no_floor(copy, a_record):
     found["host"] = {"kept": False}
     found["harness"] = [entry for entry in found["harness"] if entry["baseline"] != "bare"]
     record.adopt(write_run(copy.run, found))
-    assert result("tesla-t4-runs")[0]["floor"] is None
+    assert "floor" not in result("tesla-t4")
 
 
 def test_a_rehearsal_is_adopted_only_where_that_is_wanted(copy, a_record):

@@ -88,7 +88,7 @@ def test_the_emulated_shuffle():
 
 
 WRONG_ASSEMBLY = {
-    "the other nibble": ("shift = 4 * (i ^ 1)", "shift = 4 * i"),
+    "the other nibble": ("4, 0, 12, 8, 20, 16, 28, 24", "0, 4, 8, 12, 16, 20, 24, 28"),
     "lanes beyond 7 out of reach": ('"0x101f"', '"0x1007"'),
     "the word instead of the entry": ("entry, shifted, {half", "$8, shifted, {half"),
     "every second entry": ("lane, lane, 15;", "lane, lane, 14;"),
@@ -630,8 +630,8 @@ WRONG = {  # what is made wrong -> (text in the kernel, its replacement)
     "the look-up by assembly": WRONG_ASSEMBLY["the other nibble"],
     "a word out of bytes": ("byte.to(tl.int32) << (8 * i)", "byte.to(tl.int32) << (8 * (i ^ 1))"),
     "the last program's mask": (
-        "is_there = index * 2 < n_here",
-        "is_there = index * 2 + 2 < n_here",
+        "is_there = index * 2 < n_valid",
+        "is_there = index * 2 + 2 < n_valid",
     ),
     "the scale's place": ("absmax_ptr += first_block", "absmax_ptr += first_block + 1"),
     "one rounding of the scale too few": (

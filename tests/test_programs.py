@@ -644,13 +644,13 @@ def made_up_rows(nf4):
 
 
 def test_the_mix_takes_each_option_in_its_own_dtype(nf4):
-    *_, mix = nf4.entries(made_up_rows(nf4))
+    *_, mix = nf4.entries_of(made_up_rows(nf4))
     assert mix["dtypes"] == "original"
     assert mix["baseline_us"] == [2.0, 4.0, 4.0]  # the medians in fp16, bf16, bf16
 
 
 def test_entries_take_ratios_within_a_round(nf4):
-    found = nf4.entries(made_up_rows(nf4), loops=100)
+    found = nf4.entries_of(made_up_rows(nf4), loops=100)
     by_dtype = {entry["dtypes"]: entry for entry in found}
     assert list(by_dtype) == ["float16", "bfloat16", "original"] and len(found) == 3
     expected = {"float16": (2.0, 1.5, 3.0), "bfloat16": (4.0, 3.0, 6.0)}
@@ -684,36 +684,34 @@ def race_cell(nf4):
     """What the cell of the race is run with, on a host that slows down; no table, no picture."""
     names = {**vars(nf4), "GPU": True, "RECORD": {}, "gpu": "here", "cpu": "a host"}
     names |= {"contenders": dict(nf4.CONTENDERS), "race": functools.partial(on_a_slower_host, nf4)}
-    silent = ("show", "race_table")
+    silent = ("show", "us_table", "draw_race")
     return names | {name: lambda *_, **__: [] for name in silent}
 
 
-def test_a_slower_host_leaves_the_floor_as_it_is(race_cell):
+def test_a_slower_host_leaves_the_floor_as_it_is(nf4, race_cell):
     helpers.run_cell("race-run", race_cell)
-    assert list(race_cell["RECORD"]["floor"]) == ["float16", "bfloat16"]
-    for floor in race_cell["RECORD"]["floor"].values():
-        assert floor == pytest.approx({"least": 1.05, "median": 1.05})
-    for floor in race_cell["RECORD"]["unsloth_floor"].values():
-        assert floor == pytest.approx({"least": 1.0, "median": 1.0})
+    found = race_cell["RECORD"]["floor"]
+    assert len(found) == 2 * 3 and {entry["baseline"] for entry in found} == set(nf4.NO_CHECKS)
+    for entry in found:
+        assert entry["ratio"]["median"] == pytest.approx(1 / 1.05)
 
 
-@pytest.mark.parametrize("missing", ["bare", "unsloth_bare"])
-def test_without_bare_calls_there_is_no_floor(race_cell, missing):
-    floors = {"bare": set(), "unsloth_bare": {"floor"}}
-    del race_cell["contenders"][missing]
+def test_without_bare_calls_there_is_no_floor(race_cell):
+    del race_cell["contenders"]["bare"]
     helpers.run_cell("race-run", race_cell)
-    assert set(race_cell["RECORD"]) == {"harness"} | floors[missing]
+    assert set(race_cell["RECORD"]) == {"harness"}
 
 
-def test_floors_stand_below_their_dtypes(nf4):
-    """Whichever a race began with: its order is random."""
-    floors = {
-        "ours": {"bfloat16": {"median": 1.2}, "float16": {"median": 1.1}},
-        "unsloth_bare": {"float16": {"median": 1.01}, "bfloat16": {"median": 1.02}},
-    }
-    table = nf4.floor_table(floors)
-    assert table.loc["ours"].to_dict() == {"float16": 1.1, "bfloat16": 1.2}
-    assert table.loc["unsloth_bare"].to_dict() == {"float16": 1.01, "bfloat16": 1.02}
+def test_without_unsloths_bare_call_the_floor_is_ours(race_cell):
+    del race_cell["contenders"]["unsloth_bare"]
+    helpers.run_cell("race-run", race_cell)
+    assert {entry["baseline"] for entry in race_cell["RECORD"]["floor"]} == {"bare"}
+
+
+def test_ratios_stand_below_their_dtypes(nf4):
+    table = nf4.ratio_table(nf4.entries_of(made_up_rows(nf4)))
+    assert list(table) == ["float16", "bfloat16", "original"]
+    assert table.loc["peft"].tolist() == pytest.approx([2.0, 4.0, 10 / 3])
 
 
 def test_who_is_raced(nf4, race_cell):
@@ -855,9 +853,8 @@ def test_unsloths_kernel_is_started_with_what_it_was_launched_with(nf4, monkeypa
     started = []
     monkeypatch.setitem(sys.modules, "unsloth.kernels.nf4", module)
     monkeypatch.setattr(nf4, "fast_dequantize", fast_dequantize)
-    monkeypatch.setattr(nf4, "empty_cuda", allocate)
-    monkeypatch.setattr(nf4, "current_stream", lambda index: "the stream")
-    monkeypatch.setattr(nf4, "launch_kernel", lambda *how: started.append(how))
+    helpers.give_torch(monkeypatch, allocate, lambda: None, lambda index: "the stream")
+    helpers.launch_by(lambda *how: started.append(how), monkeypatch)
     layer = nf4.build(nf4.SMALL_OPTIONS[0], torch.float16)[1].gate_proj
     nf4.CONTENDERS["unsloth_bare"].prepare(layer)
     outs = [nf4.unsloth_bare_dequantize(layer) for _ in range(2)]
@@ -870,25 +867,25 @@ def test_unsloths_kernel_is_started_with_what_it_was_launched_with(nf4, monkeypa
 
 @pytest.fixture
 def imitated_calls(nf4, monkeypatch):
-    """{what a contender's fx is: how many kernels it runs}; each of its calls is 1 us faster."""
-    kernels, us = {}, collections.Counter()
+    """{what a contender's fx is: how many kernels it runs}; a host that is slower at first."""
+    kernels, times = {}, collections.Counter()
 
-    def imitated_us(function, layer, wait):
-        us[function, wait] += 1
-        return (50.0 if wait else 10.0) - us[function, wait]
+    def imitated_us(function, layer):
+        function(layer)
+        times[function] += 1
+        return (90.0, 40.0) if times[function] == 1 else (10.0, 40.0 + times[function])
 
     monkeypatch.setattr(nf4, "kernels_of", lambda call: ["kernel"] * kernels[fx_of(call)])
-    monkeypatch.setattr(nf4, "call_us", imitated_us)
+    monkeypatch.setattr(nf4, "issue_and_wait_us", imitated_us)
     return kernels
 
 
 @pytest.fixture
-def two_layers(nf4):
-    mlp = nf4.build(nf4.SMALL_OPTIONS[0], torch.float16)[1]
-    return mlp.gate_proj, mlp.down_proj
+def layer(nf4):
+    return nf4.build(nf4.SMALL_OPTIONS[0], torch.float16)[1].gate_proj
 
 
-def test_calls_are_counted_and_timed(nf4, imitated_calls, two_layers):
+def test_calls_are_counted_and_timed(nf4, imitated_calls, layer):
     inside = []
 
     @contextlib.contextmanager
@@ -906,20 +903,35 @@ def test_calls_are_counted_and_timed(nf4, imitated_calls, two_layers):
         "ours": nf4.Contender(nf4.your_dequantize_nf4),
         "three": nf4.Contender(in_context, has_one_kernel=False, context=context),
     }
-    assert nf4.time_calls(contenders, *two_layers, rounds=3) == [
-        {"who": "ours", "kernels": 1, "issue_us": 7.0, "call_us": 47.0},
-        {"who": "three", "kernels": 4, "issue_us": 7.0, "call_us": 47.0},
+    times = {"issue_us": 10.0, "wait_us": 42.0, "call_us": 52.0}  # the medians of the rounds
+    assert nf4.time_calls(contenders, layer, rounds=3) == [
+        {"who": "ours", "kernels": 1, **times},
+        {"who": "three", "kernels": 4, **times},
     ]
 
 
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_wrong_bits_are_not_timed(nf4, imitated_calls, two_layers, wrong):
+def test_wrong_bits_are_not_timed(nf4, imitated_calls, layer):
     def fx(layer):
-        return nf4.your_dequantize_nf4(layer) * (1.001 if layer is two_layers[wrong] else 1)
+        return nf4.your_dequantize_nf4(layer) * 1.001
 
     imitated_calls[fx] = 1
     with pytest.raises(AssertionError, match=r"ours: \d+ wrong weights"):
-        nf4.time_calls({"ours": nf4.Contender(fx)}, *two_layers)
+        nf4.time_calls({"ours": nf4.Contender(fx)}, layer)
+
+
+def test_a_call_is_issued_then_waited_for(nf4, monkeypatch):
+    """By a clock that a call moves by 2 us, then by 4, and waiting by 5."""
+    now, moves = [0.0], iter([2e-6, 4e-6] * 5)
+
+    def fx(layer):
+        now[0] += next(moves)
+
+    def wait():
+        now[0] += 5e-6
+
+    monkeypatch.setattr(nf4.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    assert nf4.issue_and_wait_us(fx, None, calls=10) == pytest.approx((3.0, 5.0))
 
 
 def test_what_the_contenders_claim(nf4):
@@ -932,7 +944,7 @@ def test_what_the_contenders_claim(nf4):
 def test_kernels_are_counted_by_the_profiler(nf4):
     layer = nf4.build(nf4.OPTIONS[0], torch.float16)[1].gate_proj
     contenders = {name: nf4.CONTENDERS[name] for name in ("ours", "bare", "kernel_grid")}
-    nf4.check_bits(contenders, [layer])
+    nf4.prepare_and_check(contenders, [layer])
     found = []
     for contender in contenders.values():
         names = nf4.kernels_of(functools.partial(nf4.dequantized_by, contender, layer))
@@ -946,46 +958,40 @@ def test_kernels_are_counted_by_the_profiler(nf4):
 def marked(nf4):
     """A record that is worth every point, and the code of its kernel."""
     dtypes = ("float16", "bfloat16")
-    harness = []
-    for dtype, who in itertools.product((*dtypes, "original"), nf4.CONTENDERS):
-        if who != "ours":
-            harness.append({"dtypes": dtype, "baseline": who, "ratio": {"median": 1.2}})
+    official = []
+    for dtype, ratio in itertools.product((*dtypes, "original"), (0.9, 1.2, 1.3)):
+        official.append({"dtype": dtype, "ratio": ratio})
     compiled = []
     for dtype, options in itertools.product(dtypes, nf4.COMPILE_RUNS):
         row = {"function": "dequantization", "options": options, "dtype": dtype}
         row |= {"graphs": 1, "graph_breaks": 0, "recompiles": 0}
         compiled.append(row | {"bit_equal": True, "compiled": True})
     record = {"gpu": "Tesla T4", "exact": {"checked": 5, "differing": 0}}
-    record |= {"launches": ["_dequantize_nf4_kernel"], "harness": harness, "compile": compiled}
+    record |= {"launches": ["_dequantize_nf4_kernel"], "official_s": official, "compile": compiled}
     ptx = "shfl.sync.idx.b32 ld.global.L1::evict_first.b32 shfl.sync.idx.b32"
     return types.SimpleNamespace(record=record, ptx=ptx)
 
 
-def raced(marked, dtypes, median):
-    (entry,) = [
-        entry
-        for entry in marked.record["harness"]
-        if (entry["dtypes"], entry["baseline"]) == (dtypes, "unsloth_today")
-    ]
-    entry["ratio"]["median"] = median
+def timed(marked, dtype, median):
+    _, row, _ = (row for row in marked.record["official_s"] if row["dtype"] == dtype)
+    row["ratio"] = median
 
 
 def without(marked, key, dtype):
     """The record's rows of that key without those in the dtype."""
-    name = "dtypes" if key == "harness" else "dtype"
-    marked.record[key] = [row for row in marked.record[key] if row[name] != dtype]
+    marked.record[key] = [row for row in marked.record[key] if row["dtype"] != dtype]
 
 
 COMPILES = "works in torch.compile"
 TESTED = "tested in f16 and bf16"
 POINTS = {  # what is worse -> (how, the criterion, the points that are left, what is said)
     "nothing": (lambda m: None, "speedup", 5, "1.20 over today's Unsloth"),
-    "12 %": (lambda m: raced(m, "float16", 1.12), "speedup", 3, "1.12"),
-    "6 %": (lambda m: raced(m, "bfloat16", 1.06), "speedup", 1, "1.06"),
-    "1 %": (lambda m: raced(m, "original", 1.01), "speedup", 0, "1.01"),
-    "slower": (lambda m: raced(m, "float16", 1.0), "speedup", -3, "1.00"),
-    "no race in bf16": (lambda m: without(m, "harness", "bfloat16"), "speedup", -3, "not raced"),
-    "no race": (lambda m: m.record.update(harness=[]), "speedup", -3, "not raced"),
+    "12 %": (lambda m: timed(m, "float16", 1.12), "speedup", 3, "1.12"),
+    "6 %": (lambda m: timed(m, "bfloat16", 1.06), "speedup", 1, "1.06"),
+    "1 %": (lambda m: timed(m, "original", 1.01), "speedup", 0, "1.01"),
+    "slower": (lambda m: timed(m, "float16", 1.0), "speedup", -3, "1.00"),
+    "no time in bf16": (lambda m: without(m, "official_s", "bfloat16"), "speedup", -3, "not timed"),
+    "no times": (lambda m: m.record.pop("official_s"), "speedup", -3, "not timed"),
     "two kernels": (
         lambda m: m.record["launches"].append("copy"),
         "single Triton kernel",
@@ -1020,8 +1026,8 @@ POINTS = {  # what is worse -> (how, the criterion, the points that are left, wh
     ),
     "hints": (lambda m: None, "uses cache eviction", 1, "L1::evict_first"),
     "no hints": (lambda m: setattr(m, "ptx", "shfl.sync.idx"), "uses cache eviction", 0, ""),
-    "tested": (lambda m: None, TESTED, 1, "5 weights compared, 0 differ; raced: fp16, bf16"),
-    "no bf16": (lambda m: without(m, "harness", "bfloat16"), TESTED, -1, "raced: fp16, "),
+    "tested": (lambda m: None, TESTED, 1, "5 weights compared, 0 differ; timed in fp16, bf16"),
+    "no bf16": (lambda m: without(m, "official_s", "bfloat16"), TESTED, -1, "timed in fp16, "),
     "bits differ": (lambda m: m.record["exact"].update(differing=1), TESTED, -1, "1 differ"),
     "nothing compared": (
         lambda m: m.record["exact"].update(checked=0),
@@ -1047,7 +1053,7 @@ def test_the_marking_follows_the_challenge(nf4, marked, case):
 
 @pytest.mark.parametrize("ratio", [1.2, 1.12, 1.0])
 def test_only_a_t4s_speedup_earns_points(nf4, marked, ratio):
-    raced(marked, "float16", ratio)
+    timed(marked, "float16", ratio)
     marked.record["gpu"] = "NVIDIA H200"
     rows = nf4.score(marked.record, marked.ptx)
     (row,) = [row for row in rows if row["criterion"] == "speedup"]
@@ -1056,11 +1062,11 @@ def test_only_a_t4s_speedup_earns_points(nf4, marked, ratio):
     assert sum(row["points"] for row in rows) == 9
 
 
-def test_on_another_gpu_no_race_costs_nothing_either(nf4, marked):
-    """It did, though a race that was lost there did not."""
-    marked.record |= {"gpu": "NVIDIA H200", "harness": []}
+def test_on_another_gpu_no_time_costs_nothing_either(nf4, marked):
+    """It did, though one that was worse than theirs did not."""
+    marked.record |= {"gpu": "NVIDIA H200", "official_s": []}
     (row,) = [row for row in nf4.score(marked.record, marked.ptx) if row["criterion"] == "speedup"]
-    assert row["points"] == 0 and "not raced" in row["evidence"]
+    assert row["points"] == 0 and "not timed" in row["evidence"]
 
 
 @pytest.mark.gpu
@@ -1079,7 +1085,7 @@ def test_memory_beyond_the_output(nf4, marked, monkeypatch, tmp_path, more):
     measured = marked.record | {"gpu": "NVIDIA Test"}
     names = {"GPU": True, "gpu": "NVIDIA Test", "RECORD": measured}
     names |= {"your_dequantize_nf4": call, "show": lambda *_: None}
-    names |= {"formats_figure": figure, "calls_figure": figure}
+    names |= {f"{name}_figure": figure for name in ("formats", "calls", "race")}
     helpers.run_cell("score-run", {**vars(nf4), **names})
     found = json.loads((tmp_path / "results" / "nvidia-test.json").read_text())
     assert found["memory"]["peak_extra_bytes"] == more and garbage == []

@@ -54,7 +54,7 @@ MEASURED = (
     "gpu capability date versions cpu cores exact formats bandwidth calls host official_s "
     "harness floor compile compile_times t4_estimate launches memory score"
 ).split()
-PICTURES = ("formats", "calls")  # <gpu>-formats.png and so on
+PICTURES = ("formats", "calls", "race")  # <gpu>-formats.png and so on
 FROM_TESTS = ("robustness", "timed", "t4_rehearsal")  # entries of the record beside a run
 TIME = re.compile(r".*_(us|ms_.*)")  # the name of what a test timed
 SILENT = ("install", "environment")  # cells that may have nothing to say
@@ -174,8 +174,7 @@ def summary(record):
     for entry in record["harness"]:
         ratios.setdefault(entry["baseline"], {})[entry["dtypes"]] = entry["ratio"]["median"]
     found = {name: record[name] for name in ("date", "cpu", "cores")} | {"ratios": ratios}
-    found |= {name: record[name] for name in ("host", "official_s")}
-    return found | {name: record.get(name) for name in ("floor", "unsloth_floor")}
+    return found | {name: record[name] for name in ("host", "official_s")}
 
 
 def is_listed(found, runs):
@@ -221,9 +220,8 @@ def told_of(record, runs):
     if record.get("median_of") and len(runs) > 1:
         noted = [run for run in runs if "note" in run]
         alone = bool(noted) and not is_listed(summary(record), noted)
-        told += f" The table gives the range of the medians of {len(runs)} runs"
-        told += "; the outputs shown are of"
-        told += f" {rule(record['median_of'], alone, listed=len(runs))}."
+        shown = rule(record["median_of"], alone, listed=len(runs))
+        told += f" Ranges are of the medians of {len(runs)} runs; the outputs are of {shown}."
     return told
 
 

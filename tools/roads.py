@@ -39,7 +39,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 ours = helpers.load()
 
 # Two loops: the first loads all scales, then the words are loaded, and the second does the rest.
-WORDS_LOADED = "    words = _load_words(byte_ptr, thread, n_here, STEPS, WHOLE)"
+WORDS_LOADED = "    words = _load_words(byte_ptr, thread, n_valid, STEPS, WHOLE)"
 LOOKED_UP = "        codes = _look_up(words[step], code_ptr)  # [WORDS, 8]\n"
 SECOND_LOOP = "    for step in tl.static_range(STEPS):\n"
 two_loops = helpers.load(
