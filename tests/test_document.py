@@ -541,13 +541,12 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "0.2461": "the code's entry 10",
     "1.05": "the challenge's first bar",
     "1.10": "its second",
-    "0.45": "ms of a T4's instructions, see test_a_t4s_instructions_take_less_than_its_bytes",
-    "0.62": "ms of its bytes",
     "1.7": "the least of ten operators' factors, as results/host_factors.json tells",
     "2.516": "bytes a weight, by the format: 1/2 + 1/64 + 2",
     "1.08": "see test_what_is_told_of_kernels_at_85_percent_of_a_copy",
     "1.07": "the same",
     "0.02": "see test_the_estimate_by_other_host_times",
+    "1.51": "see test_the_ratio_by_the_sums_is_told",
     "0.01": "see test_how_near_the_estimate_comes_to_the_bar",
     "2.75": "see test_the_row_that_is_worked_out",
     "0.96": "the same",
@@ -561,14 +560,6 @@ QUOTED = {  # numbers that stand in no record, and where they come from
     "3.13": "Python",
     "2.0": "Apache",
 }
-
-
-def test_a_t4s_instructions_take_less_than_its_bytes():
-    """At 4096 x 14336 in bf16: 40 multiprocessors of 64 lanes at 585 MHz; 240 GB/s."""
-    n_weights = 4096 * 14336
-    instructions = RESULTS["sm_75"]["3.6.0"]["bfloat16"]["instructions_per_weight"]
-    assert f"{1e3 * instructions * n_weights / (40 * 64 * 585e6):.2f}" == "0.45"
-    assert f"{1e3 * 2.516 * n_weights / 240e9:.2f}" == "0.62"
 
 
 def unmarked(text):
@@ -1174,17 +1165,38 @@ def test_what_a_call_saves_at_each_shape():
     )
 
 
-def test_the_speedup_that_is_claimed():
-    """From the least to the greatest of the table's first two rows."""
+def test_the_speedups_that_are_claimed():
+    """From the least to the greatest of the table's second row, and of its first."""
     (shown, *_) = record.records(RESULTS)
-    found = []
+    raced = []
+    alone = []
     for run in RESULTS[record.slug(shown["gpu"]) + "-runs"]:
         if "earlier" not in run:
-            found += run["ratios"]["unsloth_today"].values()
-            found += pd.DataFrame(run["official_s"]).groupby("dtype").ratio.median().tolist()
+            raced += run["ratios"]["unsloth_today"].values()
+            alone += pd.DataFrame(run["official_s"]).groupby("dtype").ratio.median().tolist()
     claim = record.FIGURE.sub(r"\2", MARKDOWN["claim-text"])
-    told = f"**{min(found):.2f} to {max(found):.2f} times as fast as today's Unsloth**"
-    assert len(found) % 6 == 0 and told in claim
+    told = f"**{min(raced):.2f} to {max(raced):.2f} times as fast as today's Unsloth**"
+    assert len(raced) % 3 == 0 and told in claim
+    told = f"one after the other, on a host that drifts, {min(alone):.2f} to {max(alone):.2f} times"
+    assert len(alone) % 3 == 0 and told in claim
+
+
+def test_the_speedup_without_kept_launches():
+    (shown, *_) = record.records(RESULTS)
+    medians = {}
+    for entry in shown["harness"]:
+        medians[entry["baseline"], entry["dtypes"]] = entry["ratio"]["median"]
+    found = [medians["unsloth_today", d] / medians["kernel_grid", d] for d in record.DTYPES]
+    claim = record.FIGURE.sub(r"\2", MARKDOWN["claim-text"])
+    assert f"(speedup {min(found):.2f} to {max(found):.2f})" in claim and max(found) < 1
+
+
+def test_the_ratio_by_the_sums_is_told():
+    (shown, *_) = record.records(RESULTS)
+    wanted = "unsloth_today", "original"
+    (race,) = (row for row in shown["harness"] if (row["baseline"], row["dtypes"]) == wanted)
+    ratio = sum(race["baseline_us"]) / sum(race["ours_us"])
+    assert f"today's Unsloth's is {ratio:.2f}." in MARKDOWN["compile-text"]
 
 
 def test_colab_has_the_torch_and_triton_of_the_run(estimated):
@@ -1231,7 +1243,7 @@ def test_the_ladder():
         "| shuffles: ours | 97 |  | 7.5 |  | few instructions |",
     ]
     variants = record.ladder_table(ROADS, variants=True).splitlines()
-    assert variants[2:] == ["| two loops | 95 |  | 7.5 |  |"]
+    assert variants[2:] == ["| shuffles: ours | 97 |  | 7.5 |  |", "| two loops | 95 |  | 7.5 |  |"]
 
 
 FIGURES = [

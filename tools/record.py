@@ -278,7 +278,7 @@ def rule(n_runs, alone, listed):
 
 def ladder_table(roads, variants=False):
     """The steps to the kernel as a markdown table, in the order in which they were measured; or
-    its variants, which follow the row of ours."""
+    ours and its variants, which follow."""
     facts, steps = {}, []
     for row in roads["rows"]:
         facts[row["step"], row["dtype"]] = row
@@ -289,7 +289,7 @@ def ladder_table(roads, variants=False):
         titles.append("what it taught")
     rows = []
     after_ours = next(i for i, step in enumerate(steps, 1) if step.endswith(": ours"))
-    for step in steps[after_ours:] if variants else steps[:after_ours]:
+    for step in steps[after_ours - 1 :] if variants else steps[:after_ours]:
         both = [facts.get((step, dtype), {}) for dtype in ("float16", "bfloat16")]
         shares = [
             f"{100 * row['ceiling_us'] / row['us']:.0f}" if row.get("us") else "" for row in both
