@@ -1177,7 +1177,7 @@ def test_the_speedups_that_are_claimed():
     claim = record.FIGURE.sub(r"\2", MARKDOWN["claim-text"])
     told = f"**{min(raced):.2f} to {max(raced):.2f} times as fast as today's Unsloth**"
     assert len(raced) % 3 == 0 and told in claim
-    told = f"one after the other, on a host that drifts, {min(alone):.2f} to {max(alone):.2f} times"
+    told = f"one after the other on a host that drifts, it is {min(alone):.2f} to {max(alone):.2f}"
     assert len(alone) % 3 == 0 and told in claim
 
 
