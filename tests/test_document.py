@@ -38,7 +38,7 @@ RESULTS = record.load_all()
 
 CELLS_AT_MOST = 56
 WORDS = 2600
-LINES = 2302  # of code; design.md asks for 1,100, of KERNEL for 95, of HOST for 270
+LINES = 2289  # of code; design.md asks for 1,100, of KERNEL for 95, of HOST for 270
 COLUMNS = 100
 KERNEL, KERNEL_CELLS = 113, ("kernel", "lookup")
 HOST = 526
