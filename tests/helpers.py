@@ -260,7 +260,7 @@ def keep_on_cpu(nf4, monkeypatch, scratches=SCRATCHES):
     monkeypatch.setattr(nf4, "plan", noted_plan)
     monkeypatch.setattr(nf4, "launch", launch_and_compile)
     launch_by(launch_kernel, monkeypatch)
-    give_torch(monkeypatch, empty, lambda: world.device, lambda index: world.stream)
+    give_torch(empty, lambda: world.device, lambda index: world.stream, monkeypatch)
     monkeypatch.setattr(nf4, "KEEPING", {})
     return world
 
@@ -271,7 +271,7 @@ class Compiled(types.SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def give_torch(monkeypatch, empty, device, stream):
+def give_torch(empty, device, stream, monkeypatch):
     """These in the place of private functions of torch, which that of a CPU lacks."""
     private = {"raising": False}
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", empty, **private)

@@ -107,6 +107,15 @@ def test_to_time_a_compiled_function_compiles_nothing(nf4):
     assert counter.graphs == 1
 
 
+def test_a_timed_call_is_waited_for(nf4, monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    nf4.call_us(done.append, "call")
+    assert "call" in done and done[-1] == "wait"
+    assert ("call", "call") not in zip(done, done[1:])
+
+
 def halved(function):
     return lambda *call: [out / 2 for out in function(*call)]
 

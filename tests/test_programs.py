@@ -853,7 +853,7 @@ def test_unsloths_kernel_is_started_with_what_it_was_launched_with(nf4, monkeypa
     started = []
     monkeypatch.setitem(sys.modules, "unsloth.kernels.nf4", module)
     monkeypatch.setattr(nf4, "fast_dequantize", fast_dequantize)
-    helpers.give_torch(monkeypatch, allocate, lambda: None, lambda index: "the stream")
+    helpers.give_torch(allocate, lambda: None, lambda index: "the stream", monkeypatch)
     helpers.launch_by(lambda *how: started.append(how), monkeypatch)
     layer = nf4.build(nf4.SMALL_OPTIONS[0], torch.float16)[1].gate_proj
     nf4.CONTENDERS["unsloth_bare"].prepare(layer)
