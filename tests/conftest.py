@@ -1,3 +1,5 @@
+"""What all tests get: the notebook's definitions, a device, and the tally of a run on GPUs."""
+
 import collections
 import datetime
 import json
@@ -21,72 +23,46 @@ if not GPU:
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--tally",
-        metavar="FILE",
-        type=Path,
-        help="add what the tests counted to FILE (the record's `robustness`)",
-    )
-
-
-def pytest_configure(config):
-    path = config.getoption("--tally")
-    if path and not hasattr(config, "workerinput"):  # the workers of pytest-xdist report
-        config.pluginmanager.register(Tally(path))
+    parser.addoption("--tally", metavar="FILE", type=Path, help="write what was counted to FILE")
 
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: "longest" not in item.keywords)  # it begins at once
-    skip = pytest.mark.skip(reason="needs a CUDA GPU")
     for item in items:
         if "gpu" in item.keywords and not GPU:
-            item.add_marker(skip)
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
-class Tally:
-    """Writes what the tests counted after each of them, so that a run that is cut keeps it.
-
-    finished  every run that counted into the file came to its end
-    passed, failed, skipped  tests; then what they counted themselves
-    """
-
-    def __init__(self, path):
-        self.path, self.finished = path, True
-        gpu = torch.cuda.get_device_name() if GPU else "CPU (Triton interpreter)"
-        self.origin = {"gpu": gpu, "date": datetime.date.today().isoformat()}
-        self.counts = collections.Counter(passed=0, failed=0, skipped=0)
-        if path.exists():  # more than one run may count: what is timed wants the machine to itself
-            before = json.loads(path.read_text())
-            if self.origin != {name: before.pop(name) for name in self.origin}:
-                raise pytest.UsageError(f"{path} was counted elsewhere; expected {self.origin}")
-            self.finished = before.pop("finished")
-            self.counts.update(before)
-        self.write(finished=False)
-
-    def write(self, finished):
-        unfinished = self.path.with_name(self.path.name + ".tmp")
-        found = self.origin | {"finished": finished} | dict(self.counts)
-        unfinished.write_text(json.dumps(found, indent=1) + "\n")
-        unfinished.replace(self.path)
-
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" or report.outcome != "passed":
-            self.counts[report.outcome] += 1
-        if report.when == "teardown":
-            for name, counted in report.user_properties:
-                if name == "tally":
-                    self.counts.update(counted)
-            self.write(finished=False)
-
-    def pytest_sessionfinish(self, exitstatus):
-        to_its_end = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        self.write(self.finished and to_its_end)
+def pytest_terminal_summary(terminalreporter, config):
+    """Writes results/tests.json's facts: tests by outcome, and what they counted themselves."""
+    path = config.getoption("--tally")
+    if not path:
+        return
+    found = {"gpu": torch.cuda.get_device_name() if GPU else "CPU (Triton interpreter)"}
+    found |= {"gpus": torch.cuda.device_count(), "date": datetime.date.today().isoformat()}
+    counts = collections.Counter()
+    for outcome in ("passed", "failed", "error", "skipped"):
+        reports = terminalreporter.stats.get(outcome, [])
+        found[outcome] = len(reports)
+        for report in reports:
+            counts.update(dict(report.user_properties).get("tally", {}))
+    path.write_text(json.dumps(found | counts, indent=1) + "\n")
 
 
 @pytest.fixture(scope="session")
 def nf4():
     """The notebook's definitions."""
     return helpers.load()
+
+
+@pytest.fixture(autouse=True)
+def forget_plans(nf4):
+    """Each test begins without plans, and leaves none of its stand-ins' behind."""
+    nf4.PLANS.clear()
+    nf4.REFUSED.clear()
+    yield
+    nf4.PLANS.clear()
+    nf4.REFUSED.clear()
 
 
 @pytest.fixture(params=["assembly", "loads"])
@@ -96,7 +72,12 @@ def look_up(nf4, monkeypatch, request):
     if GPU and not by_assembly:
         pytest.skip("loads are for the interpreter")
     monkeypatch.setattr(nf4, "SHUFFLES", nf4.tl.constexpr(by_assembly))
-    return request.param
+
+
+@pytest.fixture
+def world(nf4, monkeypatch):
+    """Plans are made and started, on a CPU by stand-ins; there it is theirs to change."""
+    return None if GPU else helpers.plan_on_cpu(nf4, monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -106,8 +87,7 @@ def device():
 
 @pytest.fixture
 def tally(request):
-    """A Counter for the record: cases, weights, differing, errors, sanitizer_errors, load_calls,
-    load_growth_bytes."""
+    """A Counter for the record: cases, weights, differing, errors."""
     counted = collections.Counter()
     yield counted
     request.node.user_properties.append(("tally", dict(counted)))
