@@ -1,0 +1,251 @@
+"""Protects the graders: the challenge's loop to the letter, a fair race, a marking that pays for
+evidence alone."""
+
+import copy
+import json
+import types
+import weakref
+
+import pandas as pd
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit
+
+HD, M = 64, 128
+
+
+@pytest.fixture(scope="module")
+def layer(nf4):
+    return nf4.MLP(HD, M).up_proj
+
+
+def test_options_are_the_challenges(nf4):
+    mix = ["float16", "bfloat16", "bfloat16"]
+    assert [tuple(option) for option in nf4.OPTIONS] == [
+        (2, 3333, 2048, 8192, 3407),
+        (5, 777, 1024, 4096, 3409),
+        (3, 2048, 4096, 14336, 3408),
+    ]
+    assert [nf4.NAME[dtype] for dtype in nf4.MIX] == mix
+
+
+def test_layers_are_real_and_quantized_as_the_challenge_says(nf4):
+    mlp = nf4.MLP(HD, M, torch.bfloat16)
+    assert [tuple(each.weight.quant_state.shape) for each in mlp.layers()] == [
+        (M, HD),
+        (M, HD),
+        (HD, M),
+    ]
+    for each in mlp.layers():
+        nf4.assert_correct_bnb(each, torch.bfloat16)
+
+
+WRONG_STATES = {
+    "another dtype": {"dtype": torch.float32},
+    "FP4": {"quant_type": "fp4"},
+    "another block size": {"blocksize": 128},
+    "plain absmax": {"absmax": torch.zeros(128)},
+    "a code in bf16": {"code": torch.zeros(16, dtype=torch.bfloat16)},
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STATES)
+def test_another_quantization_than_the_challenges_is_noticed(nf4, name):
+    wrong = nf4.MLP(HD, M).up_proj
+    for field, value in WRONG_STATES[name].items():
+        setattr(wrong.weight.quant_state, field, value)
+    with pytest.raises(AssertionError):
+        nf4.assert_correct_bnb(wrong, torch.float16)
+
+
+def test_each_dequantization_is_waited_for_and_all_three_stay_alive(nf4, monkeypatch):
+    seen, outs = [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
+
+    def fx(name):
+        assert all(out() is not None for out in outs), "a result was dropped"
+        out = torch.ones(2, 3)
+        seen.append(name)
+        outs.append(weakref.ref(out))
+        return out
+
+    mlp = types.SimpleNamespace(up_proj="up", gate_proj="gate", down_proj="down")
+    on_gpu = types.SimpleNamespace(is_cuda=True)
+    results = nf4.mlp_dequantize(on_gpu, mlp, fx)
+    assert seen == ["up", "wait", "gate", "wait", "down", "wait"]
+    assert [tuple(out.shape) for out in results] == [(3, 2)] * 3
+
+
+def test_the_timed_loop_runs_as_often_as_it_is_told(nf4):
+    calls = []
+
+    def counted(layer):
+        calls.append(layer)
+        return nf4.your_dequantize_nf4(layer)
+
+    nf4.test_dequantize(counted, loops=3, options=nf4.SMALL_OPTIONS)
+    warm_up = 2 * (3 + 3)  # the forward pass and each weight
+    assert len(calls) == 3 * (warm_up + 3 * 3)
+
+
+def off_by(relative):
+    return lambda layer: dequantize_4bit(layer.weight, layer.weight.quant_state) * (1 + relative)
+
+
+WRONG_FX = {
+    "values off by 1 %": off_by(0.01),
+    "another dtype": lambda layer: off_by(0)(layer).float(),
+    "other strides": lambda layer: off_by(0)(layer).t().contiguous().t(),
+    "a NaN": lambda layer: off_by(0)(layer).fill_(torch.nan),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FX)
+def test_wrong_weights_are_not_timed(nf4, name, monkeypatch):
+    monkeypatch.setattr(nf4, "timed", lambda *_: pytest.fail("it was timed"))
+    with pytest.raises((AssertionError, RuntimeError)):
+        nf4.test_dequantize(WRONG_FX[name], loops=1, options=nf4.SMALL_OPTIONS)
+
+
+def test_a_contender_that_fails_is_named_and_left_out_but_never_ours(nf4, layer, capsys):
+    fine = nf4.bnb_dequantize
+    working = nf4.checked({"ours": fine, "peft": off_by(0.01)}, [layer])
+    assert list(working) == ["ours"] and "left out: peft" in capsys.readouterr().out
+    with pytest.raises(AssertionError, match="wrong weights"):
+        nf4.checked({"ours": off_by(0.01)}, [layer])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_unsloths_switch_is_set_for_its_older_path_alone(nf4, layer, fails, monkeypatch):
+    def fast_dequantize(weight, state):
+        assert unsloth._USE_NF4_KERNELS is False
+        if fails:
+            raise RuntimeError("a fault of theirs")
+        return "out"
+
+    unsloth = types.SimpleNamespace(_USE_NF4_KERNELS=True, fast_dequantize=fast_dequantize)
+    monkeypatch.setattr(nf4, "unsloth_kernels", unsloth)
+    if fails:
+        with pytest.raises(RuntimeError):
+            nf4.three_launches(layer)
+    else:
+        assert nf4.three_launches(layer) == "out"
+    assert unsloth._USE_NF4_KERNELS is True
+    del unsloth._USE_NF4_KERNELS  # an Unsloth before 2026.10
+    with pytest.raises(AttributeError, match="_USE_NF4_KERNELS"):
+        nf4.three_launches(layer)
+
+
+def test_in_the_race_everyone_runs_once_a_round_and_wrong_bits_stop_it(nf4):
+    contenders = {"ours": nf4.your_dequantize_nf4, "peft": nf4.bnb_dequantize}
+    small = {"rounds": 2, "loops": 1, "options": nf4.SMALL_OPTIONS}
+    frame = nf4.race(contenders, [torch.float16, torch.bfloat16], **small)
+    assert len(frame) == 2 * 2 * 2 * 3
+    assert not frame.duplicated(["dtype", "option", "round", "who"]).any()
+    orders = [part.who.tolist() for _, part in frame.groupby("round")]
+    assert orders[0] != orders[1], "the order is the same in each round"
+    with pytest.raises(AssertionError):
+        nf4.race(contenders | {"peft": off_by(0.01)}, [torch.float16], **small)
+
+
+def test_ratios_are_taken_within_a_round_and_the_mix_has_the_challenges_dtypes(nf4):
+    rows = []
+    theirs = {("float16", 0): 10.0, ("float16", 1): 20.0, ("float16", 2): 30.0}
+    theirs |= {("bfloat16", 0): 40.0, ("bfloat16", 1): 50.0, ("bfloat16", 2): 60.0}
+    for (dtype, option), us in theirs.items():
+        for i_round, factor in enumerate((1.0, 2.0, 4.0)):
+            row = {"dtype": dtype, "option": option, "round": i_round}
+            rows.append(row | {"who": "ours", "us": 10.0})
+            rows.append(row | {"who": "peft", "us": us * factor})
+    found = {(row["dtype"], row["who"]): row for row in nf4.ratios(pd.DataFrame(rows))}
+    assert found["float16", "ours"]["ratio"] == 1.0
+    row = found["float16", "peft"]  # 60 / 30, then twice and four times that
+    assert (row["low"], row["ratio"], row["high"]) == (2.0, 4.0, 8.0)
+    assert row["us"] == [20.0, 40.0, 60.0]
+    assert found["mix", "peft"]["low"] == (10 + 50 + 60) / 30
+
+
+PTX = "shfl.sync.idx.b32 ld.global.L1::evict_first.b32"
+
+
+def record_of(nf4, ratio=1.2, gpu="Tesla T4"):
+    official, reports = [], []
+    for dtype in ("float16", "bfloat16", "mix"):
+        official.append({"dtype": dtype, "who": "unsloth", "seconds": ratio})
+        official.append({"dtype": dtype, "who": "ours", "seconds": 1.0})
+    for dtype in ("float16", "bfloat16"):
+        reports.append({"dtype": dtype, "compiled": True, "bit_equal": True, "graphs": 1})
+    exact = {"checked": 10, "differing": 0}
+    return {"gpu": gpu, "exact": exact, "official": official, "compile": reports}
+
+
+def marked(nf4, record, kernels=("k",), ptx=PTX):
+    return {row["criterion"]: row["points"] for row in nf4.score(record, list(kernels), ptx)}
+
+
+@pytest.mark.parametrize(
+    "ratio, points",
+    [(0.9, -3), (1.0, -3), (1.04, 0), (1.05, 1), (1.1, 3), (1.149, 3), (1.15, 5), (2.0, 5)],
+)
+def test_a_t4s_speedup_earns_what_the_challenge_says(nf4, ratio, points):
+    assert marked(nf4, record_of(nf4, ratio))["speedup"] == points
+    assert marked(nf4, record_of(nf4, ratio, "NVIDIA H100"))["speedup"] == 0
+
+
+def test_everything_right_earns_all_fourteen(nf4):
+    assert sum(marked(nf4, record_of(nf4)).values()) == 14
+
+
+LACKING = {  # what is wrong: (path in the record, value; the criteria that it costs)
+    "a wrong bit": (
+        ("exact", "differing"),
+        1,
+        {"custom asm works": 0, "tested in f16 and bf16": -1},
+    ),
+    "nothing compared": (("exact", "checked"), 0, {"custom asm works": 0}),
+    "no times": (("official",), [], {"speedup": -3, "tested in f16 and bf16": -1}),
+    "nothing compiled": (("compile",), [], {"works in torch.compile": -1}),
+    "one graph not compiled": (("compile", 0, "compiled"), False, {"works in torch.compile": -1}),
+    "other bits compiled": (("compile", 1, "bit_equal"), False, {"works in torch.compile": -1}),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_missing_evidence_costs_the_points(nf4, name):
+    path, value, costs = LACKING[name]
+    record = copy.deepcopy(record_of(nf4))
+    place = record
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    assert marked(nf4, record).items() >= costs.items()
+
+
+def test_a_second_kernel_or_plain_code_costs_the_points(nf4):
+    points = marked(nf4, record_of(nf4), kernels=("k", "fill"), ptx="")
+    assert points["single Triton kernel"] == points["custom asm works"] == 0
+    assert points["uses cache eviction"] == 0
+
+
+def test_a_record_is_saved_whole_or_not_at_all(nf4, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = nf4.save({"gpu": "Tesla T4"}, {})
+    assert json.loads(path.read_text()) == {"gpu": "Tesla T4"} and path.name == "tesla-t4.json"
+    with pytest.raises(TypeError):
+        nf4.save({"gpu": "Tesla T4", "bad": object()}, {})
+    assert [each.name for each in path.parent.iterdir()] == ["tesla-t4.json"]
+    assert json.loads(path.read_text()) == {"gpu": "Tesla T4"}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_ours_is_one_kernel_and_all_contenders_work(nf4, capsys):
+    pytest.importorskip("unsloth.kernels.utils")
+    nf4.unsloth_kernels = __import__("sys").modules["unsloth.kernels.utils"]
+    layer = nf4.MLP(512, 1024).up_proj
+    working = nf4.checked(nf4.CONTENDERS, [layer])
+    assert list(working) == list(nf4.CONTENDERS), capsys.readouterr().out
+    assert len(nf4.kernels_of(working["ours"], layer)) == 1
+    assert len(nf4.kernels_of(working["three_launches"], layer)) >= 3
+    nf4.trusted_dequantize = nf4.unsloth_dequantize
+    options = [option._replace(bsz=1, qlen=8, hd=256, m=512) for option in nf4.OPTIONS]
+    assert nf4.test_dequantize(nf4.your_dequantize_nf4, loops=3, options=options) > 0
