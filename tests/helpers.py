@@ -102,11 +102,11 @@ def moved(tensor, offset):
 
 
 def write_json(path, content):
-    """Writes the file, whole or not at all."""
+    """Writes the file, whole or not at all, and says where."""
     path.parent.mkdir(exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(content, indent=1) + "\n")
-    unfinished.rename(path)
+    print(f"written: {unfinished.rename(path)}")
 
 
 # Triton's interpreter learns the assembly.

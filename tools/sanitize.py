@@ -1,131 +1,79 @@
-"""The kernel over aligned, ragged and unaligned weights, for compute-sanitizer to watch.
+"""Our kernel and its plans under NVIDIA's compute-sanitizer, on small and ragged tensors.
 
-    python tools/sanitize.py            runs the cases and compares raw bits (on a CPU through the
-                                        interpreter)
-    python tools/sanitize.py --broken   reads what was never written, then beyond a weight's end
-    python tools/sanitize.py --all      each tool over the cases, and over --broken; prints
-                                        {tool: errors}
+    python tools/sanitize.py    on a GPU: a line for each run; exit status 0 where all are clean
 
-Nothing but our kernel is watched, and what it reads comes from the CPU: what other kernels write,
-initcheck does not see, so that outputs are compared on the CPU, too. Each tensor is an allocation
-of its own, so that no access beyond its end meets a neighbour.
+A broken launch is the control: it reads what was never written, then beyond the weight's end, which
+initcheck and memcheck must find. (In 16 bits there is no shared memory to race in.) Only our kernel
+is watched. To initcheck, what others write is unwritten: inputs come from the CPU, outputs are
+compared there. Each tensor is an allocation of its own, without neighbours.
 """
 
-import json
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
 import helpers  # noqa: E402
 
-SHAPES = [(64, 64), (8, 1024), (16, 68), (33, 65), (1, 1), (3, 5), (1, 4097), (8, 1000)]
-OFFSETS = [0, 1, 4]  # of the packed weight, in bytes; the buffer ends where the weight does
-TOOLS = ["memcheck", "racecheck", "initcheck"]
-BREAKABLE = ["memcheck", "initcheck"]  # there is no shared memory in which to plant a race
-OPTIONS = [
-    "--kernel-name=kns=_dequantize_nf4_kernel",
-    "--report-api-errors=no",
-    "--target-processes=application-only",  # not the compilers that Triton starts
-    "--error-exitcode=9",
-]
+OPTIONS = "--report-api-errors=no --error-exitcode=9 --kernel-name=kns=_dequantize_nf4_kernel"
+OPTIONS += " --target-processes=application-only"  # not the compilers that Triton starts
+TOOLS = {"memcheck": ["--padding=4096"], "racecheck": [], "initcheck": []}
+JOBS = [(tool, "right") for tool in TOOLS] + [("memcheck", "broken"), ("initcheck", "broken")]
 
 
-def cases(nf4, device, shapes):
-    """(weight, state, expected) on the device; made on the CPU; expected is nf4.spec's."""
-    for shape in shapes:
-        for dtype in nf4.DTYPES:
-            for nested in (True, False):
-                weight, state = nf4.quantized(shape, dtype, "cpu", nested=nested)
-                expected = nf4.spec(weight, state)
-                state.to(device)
-                for offset in OFFSETS:
-                    buffer = torch.zeros(offset + weight.numel(), dtype=torch.uint8)
-                    buffer[offset:] = weight.view(-1)
-                    yield buffer.to(device)[offset:].view(-1, 1), state, expected.reshape(shape)
+def run_right(nf4):
+    """By the operator, by the plan that it leaves, by kernel[grid]; at odd addresses, too."""
+    shapes = ((64, 64), (8, 1024), (16, 68), *nf4.RAGGED_SHAPES)
+    for case in itertools.product(shapes, nf4.DTYPES, (True, False), (0, 1, 4)):
+        shape, dtype, nested, offset = case
+        weight, state = nf4.quantized(shape, dtype, "cpu", nested=nested)
+        expected = nf4.spec(weight, state)
+        weight = torch.cat((weight.new_zeros(offset, 1), weight)).cuda()[offset:]
+        state.to("cuda")
+        for function in (nf4.dequantize_nf4, nf4.dequantize_nf4, nf4.by_kernel_grid):
+            out = function(weight, state).cpu().reshape(shape)
+            assert nf4.bits_differing(out, expected) == 0, case
+    assert nf4.PLANS and not nf4.REFUSED
 
 
-def run(nf4, device, shapes=SHAPES):
-    """First launches, kept ones, and one after absmax was replaced.
-
-    returns  {checked, differing}
-    """
-    counts = {"checked": 0, "differing": 0}
-    for weight, state, expected in cases(nf4, device, shapes):
-        if weight.shape[0] == 1:
-            expected = expected.t()
-        outs = [nf4.dequantize_nf4(weight, state), nf4.dequantize_nf4(weight, state)]
-        state.absmax = state.absmax.to("cpu", copy=True).to(device)
-        outs.append(nf4.dequantize_nf4(weight, state))
-        outs.append(nf4.launched(weight, state).view(state.shape).view(expected.shape))
-        for out in outs:
-            counts["checked"] += out.numel()
-            counts["differing"] += nf4.bits_differing(out.cpu(), expected)
-    return counts
-
-
-def compared_on_the_cpu():
-    """Inside, torch.equal is: initcheck would take the answer, which torch's kernel wrote, for
-    unwritten."""
-    equal = torch.equal
-    return mock.patch.object(torch, "equal", lambda x, y: equal(x.cpu(), y.cpu()))
-
-
-def run_broken(nf4, device):
+def run_broken(nf4):
     weight, state = nf4.quantized((64, 128), torch.float16, "cpu")
-    state.to(device)
-    nf4.launched(torch.empty_like(weight, device=device), state).cpu()
-    nf4.check = lambda *_, **__: None  # which would refuse a weight that is too short
-    nf4.launched(weight[: weight.numel() // 2].to(device), state).cpu()
+    state.to("cuda")
+    nf4.by_kernel_grid(torch.empty_like(weight, device="cuda"), state).cpu()
+    nf4.by_kernel_grid(weight[: len(weight) // 2].cuda(), state).cpu()
 
 
-def find_sanitizer():
-    """compute-sanitizer's path, or None."""
-    name = "compute-sanitizer"
-    return shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
+def watch(sanitizer, tool, job):
+    """Whether the tool finds nothing in the right launches, or something in the broken ones."""
+    command = [sanitizer, f"--tool={tool}", *TOOLS[tool], *OPTIONS.split()]
+    done = subprocess.run([*command, sys.executable, __file__, job], capture_output=True, text=True)
+    counts = re.findall(r"SUMMARY: (\d+) (?:error|hazard)", done.stdout)
+    errors = sum(map(int, counts))
+    passed = errors > 0 if job == "broken" else counts and done.returncode == errors == 0
+    text = "as expected" if passed else f"NOT expected:\n{(done.stdout + done.stderr)[-4000:]}"
+    print(f"{tool}, {job} launches: {errors} errors, exit status {done.returncode}, {text}")
+    return passed
 
 
-def errors_in(report):
-    """The number of errors in a tool's summary; None where there is none."""
-    counts = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", report)
-    return sum(map(int, counts)) if counts else None
-
-
-def watch(tool, *arguments):
-    """Runs this script under a tool: (errors, everything that was printed)."""
-    padding = ["--padding=4096"] if tool == "memcheck" else []
-    command = [find_sanitizer(), f"--tool={tool}", *OPTIONS, *padding]
-    command += [sys.executable, __file__, *arguments]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-    )
-    return errors_in(done.stdout), done.stdout
-
-
-def main():
-    if "--all" in sys.argv:
-        report = {tool: watch(tool)[0] for tool in TOOLS}
-        report |= {f"{tool}, broken": watch(tool, "--broken")[0] for tool in BREAKABLE}
-    else:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        with compared_on_the_cpu():
-            report = (run_broken if "--broken" in sys.argv else run)(helpers.load(), device)
-    print(json.dumps(report))
+def main(arguments):
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not (torch.cuda.is_available() and os.path.exists(sanitizer)):
+        raise SystemExit("This needs an NVIDIA GPU and, of the CUDA toolkit, compute-sanitizer.")
+    if arguments:  # a process that is watched
+        equal = torch.equal
+        torch.equal = lambda x, y: equal(x.cpu(), y.cpu())
+        return {"right": run_right, "broken": run_broken}[arguments[0]](helpers.load())
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    with ThreadPoolExecutor() as pool:
+        return not all(list(pool.map(lambda job: watch(sanitizer, *job), JOBS)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))
