@@ -204,6 +204,7 @@ def plan_on_cpu(nf4, monkeypatch):
                 types_given == "O" * len(facts) + "iOO" and given[len(facts) + 1 :] == (None,) * 2
             )
             assert given[len(facts)] == n_weights and given[1] % alignment == 0
+            assert all(given[: len(facts)]), "memory that was freed"
             found = [at(address, *fact) for address, fact in zip(given, facts)]
             found += [None] * (7 - len(found))
             kernel[grid](*found, n_weights, **constants)
@@ -239,6 +240,51 @@ def plan_on_cpu(nf4, monkeypatch):
         monkeypatch.setattr(torch._C, name, stand_in, raising=False)
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", allocate, raising=False)
     return world
+
+
+class Planned:
+    """A right or wrong module that keeps plans (on a CPU by stand-ins), and what its calls ran."""
+
+    def __init__(self, nf4, device, patch):
+        self.nf4, self.device, self.patch, self.n_by_operator = nf4, device, patch, 0
+        self.world = None if torch.cuda.is_available() else plan_on_cpu(nf4, patch)
+        self.keep_plan = nf4.keep_plan  # after the operator, if no compiler traces
+        patch.setattr(nf4, "keep_plan", self.count_and_keep_plan)
+
+    def count_and_keep_plan(self, *given):
+        self.n_by_operator += 1
+        self.keep_plan(*given)
+
+    def made(self, seed=0, dtype=torch.float16, shape=(32, 64), **how):
+        """A layer that was never called; by default the kernel has whole words for all threads."""
+        how.setdefault("device", self.device)
+        weight, state = self.nf4.quantized(shape, dtype, seed=seed, **how)
+        return types.SimpleNamespace(weight=weight, quant_state=state)
+
+    def called(self):
+        """A layer for whose kind there is a plan."""
+        layer = self.made()
+        assert self.ran(layer) == "operator" and self.nf4.PLANS
+        return layer
+
+    def ran(self, layer):
+        """What a call ran, "plan" or "operator"; its bits are right."""
+        before = self.n_by_operator
+        out = self.nf4.your_dequantize_nf4(layer)
+        assert out.dtype == layer.quant_state.dtype and not out.requires_grad
+        assert self.n_wrong(out, layer) == 0
+        return "plan" if self.n_by_operator == before else "operator"
+
+    def n_wrong(self, out, layer):
+        want = self.nf4.spec(layer.weight, layer.quant_state)
+        return self.nf4.bits_differing(out, want.t() if layer.weight.shape[0] == 1 else want)
+
+    def n_plans(self):
+        return sum(map(len, self.nf4.PLANS.values()))
+
+    def start_by(self, function):
+        launcher = types.SimpleNamespace(_launch_kernel=function)
+        self.patch.setattr(torch._C, "_StaticCudaLauncher", launcher)
 
 
 def at(address, dtype, numel):

@@ -1,95 +1,36 @@
-"""A plan never serves what it was not made for; without one, or where none can be, a call is right.
+"""A plan never serves what it was not made for, and where none can be kept, every call is right.
 
-What is changed between two calls stands in one table. Each question that a plan asks, and each
-condition under which one is kept, is then taken away: a check named beside it must fail.
+What changes between two calls stands in a table. Each question that a plan asks, and each condition
+under which one is kept, is also taken away: the check beside it must then fail.
 """
 
-import concurrent.futures
 import contextlib
 import gc
 import operator
-import re
-import threading
 import types
-import warnings
 import weakref
 from functools import partial
 
 import helpers
 import pytest
+import test_compile
 import torch
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 GPU = torch.cuda.is_available()
-needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 pytestmark = pytest.mark.filterwarnings("error:no plan is kept")  # where none is expected
-
-
-class Planned:
-    """The notebook's definitions, which keep plans (on a CPU by stand-ins), and what its calls ran.
-
-    nf4  a module, right or wrong; its launcher, allocator and all that `patch` changes come back
-    """
-
-    def __init__(self, nf4, device, patch):
-        self.nf4, self.device, self.patch, self.n_by_operator = nf4, device, patch, 0
-        self.world = None if GPU else helpers.plan_on_cpu(nf4, patch)
-        self.op = nf4.dequantize_op
-        patch.setattr(nf4, "dequantize_op", self.counted_op)
-
-    def counted_op(self, *arguments):
-        self.n_by_operator += 1
-        return self.op(*arguments)
-
-    def made(self, seed=0, dtype=torch.float16, **how):
-        """A layer that was never called; its weight is whole words for whole programs."""
-        shape, device = how.pop("shape", (32, 64)), how.pop("device", self.device)
-        weight, state = self.nf4.quantized(shape, dtype, device, seed=seed, **how)
-        return types.SimpleNamespace(weight=weight, quant_state=state)
-
-    def called(self, seed=0):
-        """A layer for whose kind there is a plan."""
-        layer = self.made(seed)
-        assert self.ran(layer) == "operator"
-        return layer
-
-    def ran(self, layer):
-        """What a call ran, "plan" or "operator"; its bits are right."""
-        before = self.n_by_operator
-        out, want = self.nf4.your_dequantize_nf4(layer), self.nf4.spec(*vars(layer).values())
-        want = want.t() if layer.weight.shape[0] == 1 else want
-        assert self.nf4.bits_differing(out, want) == 0
-        assert out.device == layer.weight.device and not out.requires_grad
-        return "plan" if self.n_by_operator == before else "operator"
-
-    def n_plans(self):
-        return sum(map(len, self.nf4.PLANS.values()))
-
-    def start_by(self, function):
-        launcher = types.SimpleNamespace(_launch_kernel=function)
-        self.patch.setattr(torch._C, "_StaticCudaLauncher", launcher)
 
 
 @pytest.fixture
 def planned(nf4, device, monkeypatch):
-    return Planned(nf4, device, monkeypatch)
+    return helpers.Planned(nf4, device, monkeypatch)
 
 
-def of(layer, name):
-    return operator.attrgetter(name)(layer)
-
-
-def put(name, make):
-    """A change: what stands at `name` becomes make(of it)."""
-
-    def change(layer):
-        owner, _, last = name.rpartition(".")
-        setattr(of(layer, owner) if owner else layer, last, make(of(layer, name)))
-
-    return change
+def change(layer, name, make):
+    """What stands at `name` becomes make(of it)."""
+    owner, _, last = f"layer.{name}".rpartition(".")
+    owner = operator.attrgetter(owner)(types.SimpleNamespace(layer=layer))
+    setattr(owner, last, make(getattr(owner, last)))
 
 
 def others(tensor):
@@ -97,75 +38,73 @@ def others(tensor):
     return tensor * 1.5 if tensor.numel() == 1 else tensor.flip(0)
 
 
-def put_data(name):
-    """The tensor's object stays."""
+def in_place(tensor):
+    return tensor.copy_(others(tensor))
 
-    def change(layer):
-        of(layer, name).data = others(of(layer, name))
 
-    return change
+def by_data(tensor):
+    """The object stays."""
+    tensor.data = others(tensor)
+    return tensor
+
+
+def freed(tensor):
+    """As FSDP frees what it has gathered."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def as_integers(tensor):
     return tensor.view(torch.int8 if tensor.itemsize == 1 else torch.int32)
 
 
-def elsewhere(tensor):
+def requiring_grad(weight):
+    return weight.flatten().view(torch.float16).requires_grad_()
+
+
+def every_second(weight):
+    """Of the same sizes, in a buffer twice as long."""
+    return torch.cat((weight, weight), dim=1)[:, :1]
+
+
+def elsewhere(weight):
     """On a GPU pinned memory, whose address the GPU can read: only the device tells."""
-    return tensor.cpu().pin_memory() if GPU else tensor.to("meta")
+    return weight.cpu().pin_memory() if GPU else weight.to("meta")
 
 
-def negated(weight):
-    """The same bytes, of which a view says that they are -weight."""
-    return torch._neg_view(weight)
-
-
-WEIGHT, ABSMAX = "weight", "quant_state.absmax"
-TENSORS = (WEIGHT, ABSMAX, "quant_state.code", "quant_state.offset")
-TENSORS += ("quant_state.state2.absmax", "quant_state.state2.code")
-CHANGES = {}  # {name: (change(layer), "plan" | "operator" | the message)}
-for name in TENSORS:
-    CHANGES[f"{name}.data = ..."] = put_data(name), "plan"
-    CHANGES[f"{name} = a tensor that has moved"] = put(name, torch.clone), "plan"
-    CHANGES[f"{name} = another tensor"] = put(name, others), "plan"
-    CHANGES[f"{name}.copy_(...)"] = put(name, lambda old: old.copy_(others(old))), "plan"
-    CHANGES[f"{name} as integers"] = put(name, as_integers), "must be torch"
-    CHANGES[f"{name} = None"] = put(name, lambda old: None), "expected a 4-bit weight|got None"
-    freed = put(name, lambda old: old.untyped_storage().resize_(0) and None or old)
-    CHANGES[f"{name} freed"] = freed, "freed or resized"
-CHANGES |= {
-    "nothing": (lambda layer: None, "plan"),
-    "dtype": (put("quant_state.dtype", lambda old: torch.bfloat16), "operator"),
-    "shape": (put("quant_state.shape", lambda old: old[::-1]), "operator"),
-    "shape is a list": (put("quant_state.shape", list), "plan"),
-    "state2.blocksize": (put("quant_state.state2.blocksize", lambda old: 512), "operator"),
-    "blocksize": (put("quant_state.blocksize", lambda old: 128), "absmax must have 16 bytes"),
-    "quant_type": (put("quant_state.quant_type", lambda old: "fp4"), "must be 'nf4', got 'fp4'"),
-    "weight transposed": (put(WEIGHT, torch.t), "operator"),
-    "weight flat": (put(WEIGHT, torch.flatten), "operator"),
-    "weight at an odd address": (put(WEIGHT, partial(helpers.moved, offset=1)), "operator"),
-    "weight at the next word": (put(WEIGHT, partial(helpers.moved, offset=4)), "plan"),
-    "weight in another dtype": (put(WEIGHT, lambda old: old.view(torch.bfloat16)), "operator"),
-    "weight that requires grad": (
-        put(WEIGHT, lambda old: old.view(torch.float16).requires_grad_()),
-        "operator",
-    ),
-    "weight a Parameter": (put(WEIGHT, partial(torch.nn.Parameter, requires_grad=False)), "operator"),
-    "every second byte": (
-        put(WEIGHT, lambda old: torch.cat((old, old), dim=1)[:, :1]),
-        "contiguous",
-    ),
-    "half of the weight": (put(WEIGHT, lambda old: old[: len(old) // 2]), "1024 bytes"),
-    "weight sparse": (put(WEIGHT, torch.Tensor.to_sparse), "strided"),
-    "weight on another device": (put(WEIGHT, elsewhere), "be on"),
+WEIGHT, STATE = "weight", "quant_state."
+TENSORS = ["weight", *(STATE + name for name in ("absmax", "code", "offset"))]
+TENSORS += [STATE + "state2.absmax", STATE + "state2.code"]
+CHANGES = {  # {what: (where, what it becomes, "plan" | "operator" | the message)}
+    "nothing": (WEIGHT, lambda weight: weight, "plan"),
+    "dtype": (STATE + "dtype", lambda dtype: torch.bfloat16, "operator"),
+    "shape": (STATE + "shape", lambda shape: shape[::-1], "operator"),
+    "shape a list": (STATE + "shape", list, "plan"),
+    "state2.blocksize": (STATE + "state2.blocksize", lambda size: 512, "operator"),
+    "blocksize": (STATE + "blocksize", lambda size: 128, "absmax must have 16 bytes"),
+    "quant_type": (STATE + "quant_type", lambda name: "fp4", "must be 'nf4', got 'fp4'"),
+    "state2": (STATE + "state2", lambda state2: None, "absmax must be torch.float32"),
+    "weight at the next word": (WEIGHT, partial(helpers.moved, offset=4), "plan"),
+    "weight that requires grad": (WEIGHT, requiring_grad, "operator"),
+    "half of the weight": (WEIGHT, lambda weight: weight[: len(weight) // 2], "1024 bytes"),
+    "every second byte": (WEIGHT, every_second, "be contiguous"),
+    "weight sparse": (WEIGHT, torch.Tensor.to_sparse, "be a strided tensor"),
+    "weight on another device": (WEIGHT, elsewhere, "be on"),
 }
+for name in TENSORS:
+    CHANGES[f"{name}.data = others"] = name, by_data, "plan"
+    CHANGES[f"{name} = others"] = name, others, "plan"
+    CHANGES[f"{name}.copy_(others)"] = name, in_place, "plan"
+    CHANGES[f"{name} as integers"] = name, as_integers, "must be torch"
+    CHANGES[f"{name} freed"] = name, freed, "freed or resized"
+    CHANGES[f"{name} = None"] = name, lambda tensor: None, "expected a 4-bit weight|got None"
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_between_two_calls(planned, name):
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change(planned, what):
     layer = planned.called()
-    change, wanted = CHANGES[name]
-    change(layer)
+    where, make, wanted = CHANGES[what]
+    change(layer, where, make)
     if wanted in ("plan", "operator"):
         assert planned.ran(layer) == wanted
         assert planned.ran(layer) == "plan"
@@ -180,28 +119,29 @@ def test_forms_that_alternate(planned):
     layer = planned.called()
     packed = layer.weight
     forms = [packed, helpers.moved(packed, 1), packed.t(), packed.view(-1)]
+    forms.append(torch.nn.Parameter(packed, requires_grad=False))
     for wanted in ("operator", "plan", "plan"):
         for layer.weight in forms:
             assert planned.ran(layer) == ("plan" if layer.weight is packed else wanted)
 
 
 def test_kinds_that_differ_in_one_thing(planned):
+    """A second layer of each has the first one's plan."""
     kinds = [{}, {"dtype": torch.bfloat16}, {"blocksize": 128}, {"nested": False}]
-    kinds += [{"shape": (64, 32)}]
     for wanted in ("operator", "plan"):
-        for kind in kinds:
-            for seed in range(2):
-                assert planned.ran(planned.made(seed, **kind)) == ("plan" if seed else wanted)
-    assert planned.n_plans() == len(kinds)
+        for kind in [*kinds, {"shape": (64, 32)}]:
+            ran = [planned.ran(planned.made(seed, **kind)) for seed in range(2)]
+            assert ran == [wanted, "plan"]
 
 
 def test_the_layer_of_a_plan_may_go(planned):
     layer = planned.called()
     assert planned.ran(layer) == "plan"
-    held = [weakref.ref(of(layer, name)) for name in TENSORS if "code" not in name]
+    names = [name for name in TENSORS if "code" not in name]  # that is one for all layers
+    held = [weakref.ref(operator.attrgetter(name)(layer)) for name in names]
     del layer
     gc.collect()
-    assert [ref() for ref in held] == [None] * 4, "a code is shared by all; of these none is held"
+    assert [ref() for ref in held] == [None] * 4
     assert planned.ran(planned.made(1)) == "plan"
 
 
@@ -209,40 +149,19 @@ def test_each_output_is_fresh(planned):
     layers = [planned.called(), planned.made(1), planned.made()]
     outs = [planned.nf4.your_dequantize_nf4(layer) for layer in layers]
     assert planned.n_by_operator == 1 and len({out.data_ptr() for out in outs}) == 3
-    for out, layer in zip(outs, layers):
-        assert planned.nf4.bits_differing(out, planned.nf4.spec(*vars(layer).values())) == 0
+    assert [planned.n_wrong(*pair) for pair in zip(outs, layers)] == [0, 0, 0]
 
 
 def test_inference_mode_and_autocast(planned):
-    """They change dispatch keys: each gets a plan of its own, and an output of its kind."""
+    """They change dispatch keys: each has a plan of its own, and outputs of its kind."""
     autocast = partial(torch.autocast, planned.device, dtype=torch.bfloat16)
-    contexts = [contextlib.nullcontext, torch.no_grad, torch.inference_mode, autocast]
     layer = planned.made()
-    for context in contexts:
+    contexts = 2 * [contextlib.nullcontext, torch.no_grad, torch.inference_mode, autocast]
+    for turn, context in enumerate(contexts):
         with context():
-            planned.ran(layer)
-    for context in contexts:
-        with context():
-            assert planned.ran(layer) == "plan"
+            assert planned.ran(layer) == "plan" or turn < 4
             out = planned.nf4.your_dequantize_nf4(layer)
         assert out.is_inference() == (context is torch.inference_mode)
-
-
-def test_a_later_call_asks_nothing_in_python(planned):
-    """Neither the layer's own class of weight nor a mode, as torch.set_default_device sets one."""
-
-    class Seen(torch.overrides.TorchFunctionMode):
-        functions = []
-
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            self.functions.append(function)
-            return function(*args, **(kwargs or {}))
-
-    layer = planned.nf4.bnb_Linear4bit(64, 32).to(planned.device)
-    planned.ran(types.SimpleNamespace(weight=layer.weight, quant_state=layer.weight.quant_state))
-    with Seen():
-        planned.nf4.dequantize_nf4(layer.weight, layer.weight.quant_state)
-    assert planned.n_by_operator == 1 and Seen.functions == []
 
 
 def test_the_current_stream(planned):
@@ -260,124 +179,212 @@ def test_the_current_stream(planned):
         assert planned.ran(layer) == "plan"
 
 
+@pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_another_gpu_is_current(planned):
     """At the first call and at later ones; it is current again afterwards."""
-    world = planned.world or types.SimpleNamespace(device=None)
-    world.device = 1
-    assert planned.ran(planned.made()) == "operator"
-    assert planned.ran(planned.made(1)) == "plan"
-    assert world.device == 1
-
-
-@pytest.mark.gpu
-@needs_two_gpus
-def test_two_gpus(planned):
-    first, second = planned.made(), planned.made(1, device="cuda:1")
-    for turn, current in enumerate((0, 1, 0, 1)):
+    layers = [planned.made(device=device) for device in (["cuda:0", "cuda:1"] if GPU else ["cpu"])]
+    for turn, current in enumerate((1, 0, 1)):
         with torch.cuda.device(current):
-            for layer in (first, second):
+            for layer in layers:
                 assert planned.ran(layer) == ("plan" if turn else "operator")
-            assert torch.cuda.current_device() == current
-    second.weight = second.weight.to("cuda:0")
-    with pytest.raises(ValueError, match="cuda:0"):
-        planned.ran(second)
+            assert torch._C._cuda_getDevice() == current
 
 
 def test_none_is_made_while_a_graph_is_captured(planned):
     """What a plan tries would be captured, and every replay would do it again."""
-    planned.patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    for _ in range(2):
-        assert planned.ran(planned.made()) == "operator"
-    planned.patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    planned.called()
-    assert planned.n_plans() == 1
+    with planned.patch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for _ in range(2):
+            assert planned.ran(planned.made()) == "operator"
+    assert planned.called()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_plan", [True, False])
 def test_a_graph_is_captured_and_replayed(planned, has_plan):
-    layer, other = planned.called(), planned.made(1)
+    layer = planned.called()
     if not has_plan:
         planned.nf4.PLANS.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = planned.nf4.your_dequantize_nf4(layer)
     assert planned.n_plans() == has_plan
-    for _ in range(2):
-        layer.weight.copy_(other.weight)
-        out.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert planned.nf4.bits_differing(out, planned.nf4.spec(*vars(layer).values())) == 0
-
-
-@pytest.mark.gpu  # Triton's interpreter is no place for threads
-def test_threads(planned):
-    """Four begin at once, each on a stream of its own, when no plan is there."""
-    layers = []
-    for dtype in helpers.DTYPES:
-        layers += [planned.made(seed, dtype) for seed in range(3)]
+    in_place(layer.weight)
+    out.zero_()
+    graph.replay()
     torch.cuda.synchronize()
-    start = threading.Barrier(4)
-
-    def work(first):
-        start.wait()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for turn in range(first, first + 200):
-                planned.ran(layers[turn % len(layers)])
-
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert len(planned.nf4.PLANS) == 3
-
-
-class Seen(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
+    assert planned.n_wrong(out, layer) == 0
 
 
 def test_a_dispatch_mode_sees_the_operator(planned):
-    """With a plan and without; none is made under it, and none is refused."""
+    """With a plan and without, which it does not change."""
     layer = planned.made()
-    for _ in range(2):
-        for mode in (Seen(), FlopCounterMode(display=False)):
-            n_plans = planned.n_plans()
-            with mode:
-                assert planned.ran(layer) == "operator"
-            assert isinstance(mode, FlopCounterMode) or "dequantize" in "".join(mode.names)
-            assert planned.n_plans() == n_plans
+    for has_plan in (False, True):
+        with FlopCounterMode(display=False):
+            assert planned.ran(layer) == "operator" and planned.n_plans() == has_plan
         planned.ran(layer)
-    assert planned.ran(layer) == "plan"
 
 
-def test_fake_tensors(planned):
-    """Where there is a plan for real ones, and where there is none."""
-    layer, mode = planned.made(), FakeTensorMode(allow_non_fake_inputs=True)
-    fake = mode.from_tensor(layer.weight)
+def test_tensors_without_memory(planned):
+    layer = planned.called()
+    for name in TENSORS:
+        change(layer, name, lambda tensor: tensor.to("meta"))
     for _ in range(2):
-        outs = [planned.nf4.dequantize_nf4(fake, layer.quant_state)]
-        with mode:
-            outs.append(planned.nf4.your_dequantize_nf4(layer))
-        for out in outs:
-            assert isinstance(out, type(fake)) and tuple(out.shape) == (32, 64)
-        planned.ran(layer)
-    assert planned.n_plans() == 1
+        assert planned.nf4.your_dequantize_nf4(layer).is_meta and planned.n_plans() == 1
 
 
-def jit_traced(function, packed):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        return torch.jit.trace(function, packed, check_trace=False)
+def test_no_weights(planned):
+    """No kernel ran, which a plan could start."""
+    layer = planned.made(nested=False)
+    change(layer, WEIGHT, lambda weight: weight[:0])
+    change(layer, STATE + "absmax", lambda absmax: absmax[:0])
+    change(layer, STATE + "shape", lambda shape: torch.Size((0, 64)))
+    assert planned.ran(layer) == "operator" and not planned.nf4.PLANS
 
 
-TRACERS = {
-    "make_fx": lambda function, packed: make_fx(function)(packed),
-    "make_fx before autograd": lambda function, packed: make_fx(function, pre_dispatch=True)(packed),
-    "torch.jit.trace": jit_traced,
-    "torch.func.vmap": lambda function, packed: torch.func.vmap(function),
+def check_that_none_is_kept(planned, fault, change=lambda layer: None):
+    """It is said once, and every call is right."""
+    with pytest.warns(UserWarning, match=f"no plan is kept here.*{fault}") as said:
+        for seed in (0, 0, 1):
+            layer = planned.made(seed)
+            change(layer)
+            assert planned.ran(layer) == "operator"
+    assert len(said) == 1
+
+
+def test_a_start_that_gives_other_bits(planned):
+    start, other = torch._C._StaticCudaLauncher._launch_kernel, planned.made(2)
+
+    def start_another(*given):
+        *how, (out, _, *rest), stream = given
+        start(*how, (out, other.weight.data_ptr(), *rest), stream)
+
+    planned.start_by(start_another)
+    check_that_none_is_kept(planned, "other bits")
+
+
+def test_a_start_that_writes_nothing(planned):
+    """The memory that the trial's output gets held the right bits before."""
+    tried, addresses = [], set()
+
+    def leave_the_right_bits(layer):
+        right = planned.nf4.spec(layer.weight, layer.quant_state)
+        blocks = [right, *(right.clone() for _ in range(64))]  # all that the allocator may give
+        addresses.update(block.data_ptr() for block in blocks)
+        if not GPU:  # an allocator of one block
+            guards = torch._C._dynamo.guards
+            planned.patch.setattr(torch, "full_like", lambda out, value: right.fill_(value))
+            planned.patch.setattr(guards, "_empty_strided_cuda", lambda *how: right)
+
+    planned.start_by(lambda *given: tried.append(given[-2][0]))
+    check_that_none_is_kept(planned, "other bits", leave_the_right_bits)
+    assert len(tried) == 1 and tried[0] in addresses, "it held something else: nothing is tested"
+
+
+def test_tensors_that_are_one(planned):
+    def unite(layer):  # torch's guard never matches two that are one
+        layer.quant_state.offset = layer.quant_state.state2.absmax
+
+    check_that_none_is_kept(planned, "gave nothing", unite)
+
+
+@pytest.mark.skipif(GPU, reason="there the kernel is compiled as it is")
+def test_a_kernel_with_scratch_memory(planned):
+    kernel = planned.nf4._dequantize_nf4_kernel
+    warmup = kernel.warmup
+
+    def with_scratch(*arguments, **options):
+        compiled = warmup(*arguments, **options)
+        compiled.metadata.profile_scratch_size = 8
+        return compiled
+
+    planned.patch.setattr(kernel, "warmup", with_scratch)
+    check_that_none_is_kept(planned, "without scratch memory")
+
+
+PRIVATE = dict.fromkeys(("TensorGuards", "_empty_strided_cuda"), torch._C._dynamo.guards)
+PRIVATE |= {"_StaticCudaLauncher": torch._C, "_len_torch_dispatch_stack": torch._C}
+PRIVATE |= {"_is_tracing": torch._C, "_dispatch_tls_is_dispatch_key_included": torch._C}
+PRIVATE |= {"peek_interpreter_stack": torch._C._functorch}
+if not GPU:  # there Triton's own launch needs these, too
+    PRIVATE |= {"_cuda_getDevice": torch._C, "_cuda_getCurrentRawStream": torch._C}
+
+
+@pytest.mark.parametrize("missing", PRIVATE)
+def test_torch_lacks_a_private_function(planned, missing):
+    planned.patch.delattr(PRIVATE[missing], missing)
+    check_that_none_is_kept(planned, f"'{missing}'")
+
+
+def test_out_of_memory_decides_nothing(planned):
+    def starved(*_):
+        raise torch.OutOfMemoryError
+
+    with planned.patch.context() as patch:
+        patch.setattr(planned.nf4, "make_plan", starved)
+        assert planned.ran(planned.made()) == "operator"
+    assert planned.called()
+
+
+@pytest.mark.parametrize("name", ["offset", "code"])
+def test_a_table_that_is_converted(planned, name):
+    """No plan for it, and none refused to others of its kind."""
+    layer = planned.made()
+    change(layer, STATE + name, torch.Tensor.bfloat16)
+    for _ in range(2):
+        planned.nf4.your_dequantize_nf4(layer)
+    assert not planned.nf4.PLANS and planned.called()
+
+
+def test_the_kernels_cell_is_run_again(device, monkeypatch):
+    """As by a reader who edits it: offset counts twice."""
+    nf4 = helpers.load("nf4_edited")
+    layer = helpers.Planned(nf4, device, monkeypatch).called()
+    ((file, source),) = [cell for cell in helpers.exports() if "PLANS = {}" in cell[1]]
+    helpers.execute(source.replace("+ offset", "+ offset + offset"), "edited", vars(nf4))
+    edited = helpers.Planned(nf4, device, monkeypatch)
+    outs = [nf4.your_dequantize_nf4(layer) for _ in range(2)]
+    layer.quant_state.offset *= 2
+    assert [edited.n_wrong(out, layer) for out in outs] == [0, 0] and edited.n_by_operator == 1
+
+
+traces = test_compile.test_traces
+CONDITIONS = {  # becomes False -> a check that must fail
+    "not are_alike(*tensors)": partial(test_a_change, what="every second byte"),
+    "n_modes()": partial(traces, how="make_fx"),
+    "0 in addresses": partial(test_a_change, what="weight freed"),
+    "(addresses[0] % 4 == 0) != aligned": test_forms_that_alternate,
+    "current_gpu() != gpu": test_another_gpu_is_current,
+    "any(sizes)": test_a_kernel_with_scratch_memory,
+    "kind in REFUSED": test_a_start_that_gives_other_bits,
+    "again is None": test_tensors_that_are_one,
+    "not torch.equal(again.view(bits), out.view(bits))": test_a_start_that_gives_other_bits,
+    "out.numel() == 0": test_no_weights,
+    "not all(map(is_real, tensors))": test_tensors_without_memory,
+    "torch.cuda.is_current_stream_capturing()": test_none_is_made_while_a_graph_is_captured,
+    "torch._C._len_torch_dispatch_stack()": test_a_dispatch_mode_sees_the_operator,
+    "torch._C._functorch.peek_interpreter_stack() is not None": test_compile.test_torch_func,
+    "torch._C._is_tracing()": partial(traces, how="jit.trace"),
+    "torch.compiler.is_dynamo_compiling()": partial(test_compile.test_one_graph, dynamic=None),
 }
+EDITS = {  # (what else makes it right, what stands in its place) -> a check that must fail
+    ("!= {torch.float32}", "== {}"): partial(test_a_table_that_is_converted, name="code"),
+    ("DispatchKey.PreDispatch", "DispatchKey.Sparse"): partial(traces, how="before autograd"),
+    ("torch.full_like(out, math.nan)", "None"): test_a_start_that_writes_nothing,
+    ("*others), current_stream(gpu))", "*others), 0)"): test_the_current_stream,
+    ("except torch.OutOfMemoryError", "except KeyError"): test_out_of_memory_decides_nothing,
+    ("with torch.no_grad():", "if True:"): partial(test_a_change, what="weight that requires grad"),
+    ("PLANS.get(kind, ()):", "sum(PLANS.values(), []):"): test_kinds_that_differ_in_one_thing,
+}
+EDITS |= {(text, "False"): check for text, check in CONDITIONS.items()}
+
+
+@pytest.mark.skipif(GPU, reason="some would end the process")
+@pytest.mark.parametrize("edit", EDITS, ids=operator.itemgetter(0))
+def test_each_condition_is_needed(edit, device, monkeypatch):
+    wrong = helpers.load(f"nf4_wrong_{list(EDITS).index(edit)}", edit)
+    wrong = helpers.Planned(wrong, device, monkeypatch)
+    assert wrong.called() and wrong.ran(wrong.made(1)) == "plan", "the rest of it works"
+    wrong.nf4.PLANS.clear()
+    with pytest.raises((AssertionError, RuntimeError, UserWarning, pytest.fail.Exception)):
+        EDITS[edit](wrong)
