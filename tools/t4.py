@@ -201,11 +201,12 @@ def estimate(results, folder=None):
     import helpers
 
     run = "run the notebook on an NVIDIA GPU, and take its record in (tools/record.py)"
-    records = [read(path, run) for path in sorted(results.glob("nvidia-*.json"))]
+    paths = sorted(results.glob("nvidia-*.json"), key=os.path.getmtime)
+    records = [read(path, run) for path in paths]
     records = [record for record in records if "race" in record and "kernels" in record]
     if not records:
         raise SystemExit(f"{results} has no record of an NVIDIA GPU: {run}")
-    record = max(records, key=lambda record: record["date"])
+    record = sorted(records, key=lambda record: record["date"])[-1]
     try:
         host = host_us(record)
     except (KeyError, ValueError) as lacking:
