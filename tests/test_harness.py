@@ -12,6 +12,11 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 
 HD, M = 64, 128
+N_TOKENS = 2048 if torch.cuda.is_available() else 20  # of few, bitsandbytes makes no weights there
+
+
+def small_options(nf4):
+    return [option._replace(qlen=N_TOKENS) for option in nf4.SMALL_OPTIONS]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +88,7 @@ def test_the_timed_loop_runs_as_often_as_it_is_told(nf4):
         calls.append(layer)
         return nf4.your_dequantize_nf4(layer)
 
-    nf4.test_dequantize(counted, loops=3, options=nf4.SMALL_OPTIONS)
+    nf4.test_dequantize(counted, loops=3, options=small_options(nf4))
     warm_up = 2 * (3 + 3)  # the forward pass and each weight
     assert len(calls) == 3 * (warm_up + 3 * 3)
 
@@ -104,7 +109,7 @@ WRONG_FX = {
 def test_wrong_weights_are_not_timed(nf4, name, monkeypatch):
     monkeypatch.setattr(nf4, "timed", lambda *_: pytest.fail("it was timed"))
     with pytest.raises((AssertionError, RuntimeError)):
-        nf4.test_dequantize(WRONG_FX[name], loops=1, options=nf4.SMALL_OPTIONS)
+        nf4.test_dequantize(WRONG_FX[name], loops=1, options=small_options(nf4))
 
 
 def test_a_contender_that_fails_is_named_and_left_out_but_never_ours(nf4, layer, capsys):
@@ -247,5 +252,5 @@ def test_on_a_gpu_ours_is_one_kernel_and_all_contenders_work(nf4, capsys):
     assert len(nf4.kernels_of(working["ours"], layer)) == 1
     assert len(nf4.kernels_of(working["three_launches"], layer)) >= 3
     nf4.trusted_dequantize = nf4.unsloth_dequantize
-    options = [option._replace(bsz=1, qlen=8, hd=256, m=512) for option in nf4.OPTIONS]
+    options = small_options(nf4)
     assert nf4.test_dequantize(nf4.your_dequantize_nf4, loops=3, options=options) > 0

@@ -204,7 +204,7 @@ ANY_SHAPE = st.one_of(
 
 
 @hypothesis.settings(
-    max_examples=300 if GPU else 60,
+    max_examples=300 if GPU else 40,
     derandomize=True,
     deadline=None,
     database=None,

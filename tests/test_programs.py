@@ -58,7 +58,7 @@ CASES = {  # {case: what is unusual}; `ours` says whether ours multiplies, or bi
 def test_in_bitsandbytes(nf4, device, world, dtype, case):
     """Forward, and the gradients of the input and the bias."""
     how = USUAL | CASES[case]
-    values = torch.randn(how["shape"], device=device).to(dtype)
+    values = torch.randn(how["shape"], device=device)
     weight, state = quantize_4bit(values, **how["quantized"])
     given = [torch.randn(*how["tokens"], how["columns"], device=device).to(dtype)]
     if how["bias"]:
@@ -185,7 +185,8 @@ def test_training_by_unsloth(tmp_path):
     """In a process of its own: Unsloth changes transformers and peft when it is imported."""
     command = "import unsloth, test_programs; test_programs.train_by_unsloth()"
     environment = {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_COMPILE_LOCATION": str(tmp_path)}
-    environment["PYTHONPATH"] = f"{helpers.ROOT / 'tests'}:{helpers.ROOT / 'tools'}"
+    paths = [helpers.ROOT / "tests", helpers.ROOT / "tools", *sys.path]
+    environment["PYTHONPATH"] = ":".join(map(str, paths))
     how = {"env": os.environ | environment, "capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run([sys.executable, "-c", command], **how)
     assert done.returncode == 0, done.stderr[-4000:]

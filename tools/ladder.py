@@ -141,7 +141,7 @@ def measure():
         source = torch.empty(n_bytes // 2, dtype=torch.uint8, device="cuda")  # read and written
         copy_us = 1e3 * median_ms(partial(torch.empty_like(source).copy_, source))
         for step, taught, module in LADDER:
-            row = {"step": step, "taught": taught, "dtype": OURS.name_of(dtype)}
+            row = {"step": step, "taught": taught, "dtype": OURS.NAME[dtype]}
             row |= {"us": 1e3 * median_ms(functions[step]), "copy_us": copy_us}
             facts = sm_75.facts(sm_75.compile_for(module, dtype), module.STEPS[2])
             rows.append(row | {"instructions_per_weight": facts["instructions_per_weight"]})
