@@ -62,7 +62,7 @@ def table(nf4, dtype, device):
             )
             want = dequantize_4bit(weight, state)
             yield f"blocks of {blocksize}, nested absmax: {nested}", weight, state, want
-    weight, state = nf4.quantized((16, 128), dtype, device)
+    weight, state = nf4.quantized((16, 128), dtype, device)  # one program's, in 16 bits
     for how, passed in PASSED.items():
         packed = passed(weight)
         yield f"the weight comes {how}", packed, state, helpers.expected(packed, state)
@@ -82,16 +82,17 @@ def table(nf4, dtype, device):
 
 
 def differing(nf4, tally, out, want):
-    """How many weights differ in their bits; NaNs must be the same ones, of any payload."""
+    """How many weights differ in their bits; a NaN's payload does not matter."""
     facts = [(x.shape, x.stride(), x.dtype, x.device) for x in (out, want)]
     assert facts[0] == facts[1]
-    is_nan = want.isnan()
-    assert torch.equal(out.isnan(), is_nan)
-    return helpers.differing(nf4, tally, out.masked_fill(is_nan, 1), want.masked_fill(is_nan, 1))
+    are_nan = out.isnan() & want.isnan()
+    return helpers.differing(nf4, tally, out.masked_fill(are_nan, 1), want.masked_fill(are_nan, 1))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "look_up", [pytest.param("assembly", marks=pytest.mark.quick), "loads"], indirect=True
+)
 def test_each_weight_has_bitsandbytes_bits(nf4, device, look_up, tally, dtype):
     for what, weight, state, want in table(nf4, dtype, device):
         for _ in range(2 if GPU else 1):  # on a GPU the second is a plan's

@@ -206,7 +206,6 @@ REFUSED = {  # what is wrong with a run: (how, the words that are said)
     "a cell that failed": (lambda run: edit_notebook(run, outputs=[ERROR]), "failed"),
     "wrong bits": (lambda run: edit_record(run, exact={"checked": 9, "differing": 1}), "differ"),
     "no race": (lambda run: edit_record(run, race=[]), "lacks race"),
-    "a rehearsal": (lambda run: edit_record(run, rehearsed=True), "rehearsal"),
     "no picture": (lambda run: next(run.glob("results/*race.png")).unlink(), "no picture"),
     "no record": (lambda run: next(run.glob("results/*.json")).unlink(), "expected"),
     "half a record": (

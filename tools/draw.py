@@ -87,7 +87,7 @@ def draw():
         sheet.arrow((x + 0.35, -8.55), (x + 0.35, -9.35), color=color)
         sheet.text(x + 0.55, -8.93, "× scale", GREY, ha="left")
         sheet.box(x, -9.8, COLUMN, BLUE, f"weight {i}")
-    sheet.heading(0, -10.7, "One store of 16 bytes:", "each product is fp32, and rounded once")
+    sheet.heading(0, -10.7, "One store of 16 bytes:", "each fp32 product, rounded to fp16 or bf16")
 
     sheet.axes.axhline(-11.25, color="#BBBBBB")
     sheet.heading(
