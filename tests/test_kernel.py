@@ -76,6 +76,10 @@ def table(nf4, dtype, device):
         state.state2.blocksize = blocksize2
         state.state2.absmax = torch.rand(-(-94 // blocksize2), device=device) + 0.5
         yield f"nested blocks of {blocksize2}", weight, state, nf4.spec(weight, state)
+    for scale in (1 + 2**-8, 1 + 2**-11):  # half-way between two in bf16, in fp16
+        weight, state = nf4.quantized((5, 64), dtype, device, nested=False)
+        state.absmax.fill_(scale)
+        yield f"ties: 1.0 x {scale}", weight, state, dequantize_4bit(weight, state)
     weight, state = nf4.quantized((5, 64), dtype, device)
     state.code = state.code.flip(0) * 1.5  # bitsandbytes has its own built in
     yield "another code", weight, state, nf4.spec(weight, state)
