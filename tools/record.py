@@ -60,7 +60,7 @@ def of_race(record, who, value="ratio"):
 
 def markdown(table):
     """Numbers, which are texts already, stand at the right, words at the left."""
-    words = ("step", "speedup over", "what it taught")
+    words = ("step", "speedup over", "idea")
     sides = ["left" if column in words else "right" for column in table]
     return table.to_markdown(index=False, disable_numparse=True, colalign=sides)
 
@@ -110,7 +110,7 @@ def ladder_block(ladder, variants):
             table[f"{title}, {DTYPES[dtype]}"] = values
     if not variants:
         taught = frame.drop_duplicates("step").set_index("step").taught
-        table["what it taught"] = taught[steps].tolist()
+        table["idea"] = taught[steps].tolist()
     where = f"4096 x 14336 weights, {ladder['gpu']}, {ladder['date']}."
     return f"{markdown(table)}\n\n{where}"
 
