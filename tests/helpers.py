@@ -182,6 +182,13 @@ POINTERS = {  # Triton's names of the types
 }
 
 
+class Compiled(types.SimpleNamespace):
+    """Stands for Triton's CompiledKernel."""
+
+    def _init_handles(self):
+        pass
+
+
 def plan_on_cpu(nf4, monkeypatch):
     """Plans are made as on a GPU; their launcher rebuilds tensors at the addresses it is given.
 
@@ -213,7 +220,7 @@ def plan_on_cpu(nf4, monkeypatch):
             num_warps=num_warps, shared=0, global_scratch_size=0, profile_scratch_size=0
         )
         source = types.SimpleNamespace(signature=dict(enumerate(signature)))
-        return types.SimpleNamespace(function=function, metadata=metadata, src=source)
+        return Compiled(function=function, metadata=metadata, src=source)
 
     def launch_kernel(function, x, y, z, num_warps, shared, types_given, arguments, stream):
         assert (y, z, shared) == (1, 1, 0) and stream == world.stream and world.device is None
