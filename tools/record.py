@@ -76,8 +76,8 @@ def record_block(record, runs, t4, tests):
     exact = "{checked:,} weights compared bit for bit, {differing} differ".format(**record["exact"])
     lines = [table, f"**{origin}.** {exact}."]
     if tests:
-        text = "The tests on {gpus} x {gpu}: {passed} passed, {failed} failed; {weights:,} weights "
-        lines[-1] += " " + text.format(**tests) + f"compared, {tests['differing']} differ."
+        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed."
+        lines[-1] += text.format(**tests)
     others = [run["ratios"]["unsloth"]["mix"] for run in runs]
     low, high = of_race(record, "unsloth", "low")["mix"], of_race(record, "unsloth", "high")["mix"]
     if min(others) < low or max(others) > high:
