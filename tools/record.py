@@ -127,7 +127,7 @@ def t4_block(t4):
         rows.append(line | {"over three launches": f"{row['over_three_launches']:.2f}"})
     table = markdown(pd.DataFrame(rows))
     reached = sum(row["over_unsloth"] >= 1.15 for row in t4["estimate"])
-    reached = f"Of these {len(rows)} rows {reached} reach 1.15 over today's Unsloth."
+    reached = f"Rows that reach 1.15 over today's Unsloth: {reached} of {len(rows)}."
     sources = [f"[{each['what']}]({each['url']}): {each['value']:g}" for each in t4["sources"]]
     paragraphs = [EXPECTED, table, f"{DOUBT} {reached}", f"Sources: {'; '.join(sources)}."]
     return "\n\n".join(paragraphs)
