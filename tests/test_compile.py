@@ -37,8 +37,8 @@ def test_the_reports_of_the_notebook(nf4, device, tmp_path, dtype):
     option = nf4.OPTIONS[1]._replace(hd=512, m=1024) if GPU else nf4.SMALL_OPTIONS[1]
     with torch._dynamo.config.patch(debug_dir_root=str(tmp_path)):
         rows = nf4.compile_reports(option, dtype, device)
-    functions = ["dequantization", "forward_pass"]
-    assert [row["function"] for row in rows] == [*functions, "training_step", *functions]
+    functions = ["dequantization", "forward_pass", "training_step"]
+    assert [row["function"] for row in rows] == functions * 2
     wanted = {"graphs": 1, "graph_breaks": 0, "recompiles": 0, "bit_equal": True, "compiled": GPU}
     for row in rows:
         assert row == row | wanted | {"dtype": nf4.NAME[dtype]}
@@ -102,7 +102,12 @@ def test_opcheck(nf4, device):
 def exported(function, packed, strict=False):
     module = torch.nn.Module()
     module.forward = function
-    return torch.export.export(module, (packed,), strict=strict).module()
+    try:
+        return torch.export.export(module, (packed,), strict=strict).module()
+    except torch._dynamo.exc.UserError as refused:
+        if "neither buffers" not in str(refused):
+            raise
+        pytest.skip("torch 2.9 strictly exports no tensor of a closure")
 
 
 TRACERS = {  # each gives a function of other packed bytes

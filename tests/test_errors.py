@@ -191,7 +191,10 @@ def test_a_compiled_function(nf4, device, right, what):
     passed = FAULTS[what].make(*right)
     with pytest.raises(Exception) as caught:
         compiled(*passed)
-    assert what in BY_READ or re.search(FAULTS[what].words, str(caught.value)), caught.value
+    words = FAULTS[what].words
+    if FAULTS[what].error is RuntimeError:  # by the schema, of which torch 2.14 says no more
+        words += "|Observed exception"
+    assert what in BY_READ or re.search(words, str(caught.value)), caught.value
     again = nf4.quantized((32, 64), torch.float16, device)
     assert nf4.bits_differing(compiled(*again), nf4.spec(*again)) == 0
 

@@ -16,6 +16,7 @@ import helpers
 import pytest
 import test_compile
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 GPU = torch.cuda.is_available()
@@ -378,9 +379,20 @@ EDITS = {  # (what else makes it right, what stands in its place) -> a check tha
 EDITS |= {(text, "False"): check for text, check in CONDITIONS.items()}
 
 
+def guard_sees_traces():
+    """As torch 2.9's, which needs no n_modes() beside it."""
+    guards, x = torch._C._dynamo.guards, torch.zeros(1)
+    guard = guards.TensorGuards(x, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    seen = []
+    make_fx(lambda y: [y, seen.append(guard.check(y))][:1])(x)
+    return not seen[0]
+
+
 @pytest.mark.skipif(GPU, reason="some would end the process")
 @pytest.mark.parametrize("edit", EDITS, ids=operator.itemgetter(0))
 def test_each_condition_is_needed(edit, device, monkeypatch):
+    if edit[0] == "n_modes()" and guard_sees_traces():
+        pytest.skip("this torch's guard sees traces")
     wrong = helpers.load(f"nf4_wrong_{list(EDITS).index(edit)}", edit)
     wrong = helpers.Planned(wrong, device, monkeypatch)
     assert wrong.called() and wrong.ran(wrong.made(1)) == "plan", "the rest of it works"

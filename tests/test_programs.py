@@ -103,7 +103,12 @@ def llama(device, folder):
     how = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **how)
     how = {"quantization_config": how, "attn_implementation": "eager"}  # others add in any order
-    return AutoModelForCausalLM.from_pretrained(folder, device_map=device, **how)
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, device_map=device, **how)
+    except RuntimeError as refused:
+        if "available devices" not in str(refused):
+            raise
+        pytest.skip("transformers 4.51 has bitsandbytes on no CPU")
 
 
 def trained(model, ids):
