@@ -80,6 +80,12 @@ def world(nf4, monkeypatch):
     return None if GPU else helpers.plan_on_cpu(nf4, monkeypatch)
 
 
+@pytest.fixture
+def planned(nf4, device, monkeypatch):
+    """The notebook's definitions, with plans as in `world`; counts what calls ran."""
+    return helpers.Planned(nf4, device, monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def device():
     return "cuda" if GPU else "cpu"

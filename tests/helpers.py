@@ -43,12 +43,12 @@ def load(name="nf4_triton", *edits):
 
     edits  (text, replacement) pairs: each text must stand exactly once; for tests of the tests
     """
-    module = types.ModuleType(name)
+    module, found = types.ModuleType(name), exports()
     sys.modules[name] = module
     for text, _ in edits:
-        if sum(source.count(text) for _, source in exports()) != 1:
+        if sum(source.count(text) for _, source in found) != 1:
             raise ValueError(f"{text!r} must stand exactly once in the notebook's definitions")
-    for file, source in exports():
+    for file, source in found:
         for edit in edits:
             source = source.replace(*edit)
         if name != "nf4_triton":
@@ -75,23 +75,6 @@ def expected(weight, state):
         return dequantize_4bit(weight.data, state)
     out = sys.modules["nf4_triton"].spec(weight, state)
     return out.t() if weight.shape[0] == 1 else out
-
-
-def differing(nf4, tally, out, want):
-    """How many elements differ in their raw bits; counted before anything is asserted."""
-    count = nf4.bits_differing(out, want)
-    tally["cases"] += 1
-    tally["weights"] += want.numel()
-    tally["differing"] += count
-    return count
-
-
-def same(nf4, tally, weight, state):
-    """Our result, which has bitsandbytes' shape, dtype, device and bits."""
-    out, want = nf4.dequantize_nf4(weight, state), expected(weight, state)
-    assert out.shape == want.shape and out.dtype == state.dtype and out.device == weight.device
-    assert differing(nf4, tally, out, want) == 0
-    return out
 
 
 def moved(tensor, offset):

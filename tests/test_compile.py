@@ -23,11 +23,6 @@ def forgotten():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def planned(nf4, device, monkeypatch):
-    return helpers.Planned(nf4, device, monkeypatch)
-
-
 def compiled(function, backend=BACKEND, **options):
     return torch.compile(function, fullgraph=True, backend=backend, **options)
 

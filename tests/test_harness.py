@@ -243,14 +243,14 @@ def test_a_record_is_saved_whole_or_not_at_all(nf4, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_ours_is_one_kernel_and_all_contenders_work(nf4, capsys):
-    pytest.importorskip("unsloth.kernels.utils")
-    nf4.unsloth_kernels = __import__("sys").modules["unsloth.kernels.utils"]
+def test_on_a_gpu_ours_is_one_kernel_and_all_contenders_work(nf4, capsys, monkeypatch):
+    unsloth = pytest.importorskip("unsloth.kernels.utils")
+    monkeypatch.setattr(nf4, "unsloth_kernels", unsloth)
     layer = nf4.MLP(512, 1024).up_proj
     working = nf4.checked(nf4.CONTENDERS, [layer])
     assert list(working) == list(nf4.CONTENDERS), capsys.readouterr().out
     assert len(nf4.kernels_of(working["ours"], layer)) == 1
     assert len(nf4.kernels_of(working["three_launches"], layer)) >= 3
-    nf4.trusted_dequantize = nf4.unsloth_dequantize
+    monkeypatch.setattr(nf4, "trusted_dequantize", nf4.unsloth_dequantize)
     options = small_options(nf4)
     assert nf4.test_dequantize(nf4.your_dequantize_nf4, loops=3, options=options) > 0

@@ -177,13 +177,18 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_run_is_taken_in_whole(run):
+    """In the place of another GPU's: of that its line stays."""
+    before = {"gpu": "Tesla T4", "ratios": {"unsloth": {"mix": 1.2}}}
+    (record.RESULTS / "runs.json").write_text(json.dumps([before]))
+    for name in ("tesla-t4.json", "tesla-t4-race.png"):
+        (record.RESULTS / name).write_text("")
     record.take(run)
     record.write_blocks()
-    assert [each["gpu"] for each in record.stored("runs")] == [record.shown_record()["gpu"]]
-    assert (
-        f" {record.shown_record()['race'][2]['ratio']:.2f} |"
-        in (record.ROOT / "README.md").read_text()
-    )
+    shown = record.shown_record()
+    assert [each["gpu"] for each in record.stored("runs")] == ["Tesla T4", shown["gpu"]]
+    names = {path.name for path in (run / "results").iterdir()}
+    assert {path.name for path in record.RESULTS.iterdir()} == {*names, "runs.json"}
+    assert f" {shown['race'][2]['ratio']:.2f} |" in (record.ROOT / "README.md").read_text()
 
 
 def edit_record(run, **fields):

@@ -23,11 +23,6 @@ GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.filterwarnings("error:no plan is kept")  # where none is expected
 
 
-@pytest.fixture
-def planned(nf4, device, monkeypatch):
-    return helpers.Planned(nf4, device, monkeypatch)
-
-
 def change(layer, name, make):
     """What stands at `name` becomes make(of it)."""
     owner, _, last = f"layer.{name}".rpartition(".")

@@ -38,15 +38,17 @@ def write(folder, **contents):
     return folder
 
 
-def test_every_step_of_the_ladder_has_the_right_bits(device):
-    ladder.check(device)
+@pytest.mark.parametrize("dtype", ladder.DTYPES)
+def test_every_step_of_the_ladder_has_the_right_bits(nf4, device, dtype):
+    for pair in (nf4.quantized((64, 512), dtype, device), nf4.every_combination(dtype, device)):
+        assert len(ladder.agreeing(*pair)) == len(ladder.LADDER)
 
 
-def test_a_wrong_step_of_the_ladder_is_found(device, monkeypatch):
+def test_a_wrong_step_of_the_ladder_is_found(nf4, device, monkeypatch):
     wrong = ladder.edited("wrong", ("4, 0, 12, 8, 20, 16, 28, 24", "4, 0, 12, 8, 20, 16, 24, 28"))
     monkeypatch.setattr(ladder, "LADDER", [("wrong", "", wrong)])
     with pytest.raises(SystemExit, match="wrong: [0-9]+ weights differ; nothing was written"):
-        ladder.check(device)
+        ladder.agreeing(*nf4.quantized((64, 512), torch.float16, device))
 
 
 def test_a_llama_is_trained_both_ways_and_their_losses_compared(nf4, device, monkeypatch):
@@ -73,8 +75,7 @@ def test_the_estimate_is_what_is_worked_out_by_hand(tmp_path):
     for 9000 calls of 52 us, 0.468 s: the factor is 2.049209. Ours, 12 us, take 0.108 s times that,
     0.221315 s; today's Unsloth, 32 us, 0.590172 s.
     """
-    older = record(gpu="A100", date="2025-01-01", race=[])
-    results = write(tmp_path / "results", nvidia_h100=record(), nvidia_a100=older)
+    results = write(tmp_path / "results", nvidia_h100=record())
     t4.estimate(results, write(tmp_path / "run", rehearsal={"as": "Tesla T4"}))
     found = json.loads((results / "t4.json").read_text())
     assert found["rehearsal"] == {"as": "Tesla T4"} and found["record"]["gpu"] == "H100"
@@ -92,8 +93,9 @@ def test_the_estimate_is_what_is_worked_out_by_hand(tmp_path):
 
 
 LACKING = {  # {what is wrong: (the files in results, what must be said)}
-    "no record": ({}, "has no record of an NVIDIA GPU: run the notebook"),
-    "an old record": ({"nvidia_h100": {"harness": []}}, "has no record of an NVIDIA GPU"),
+    "no record": ({}, "must hold one record of an NVIDIA GPU, not 0: run the notebook"),
+    "two records": ({"nvidia_a100": record(), "nvidia_h100": record()}, "one record .* not 2: run"),
+    "an old record": ({"nvidia_h100": {"harness": []}}, "lacks times of all three contenders"),
     "a broken record": ({"nvidia_h100": '{"race": ['}, "cannot be read"),
     "no race": ({"nvidia_h100": record(race=[])}, "lacks times of all three contenders"),
     "no kernels": ({"nvidia_h100": record(kernels=[])}, "lacks times of all three contenders"),
@@ -114,7 +116,7 @@ def test_no_estimate_without_what_it_needs(tmp_path, lacking):
 @pytest.mark.parametrize("tool", [ladder, sanitize, t4, training])
 def test_without_a_gpu_a_sentence_says_so(tmp_path, monkeypatch, tool):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    arguments = {ladder: [[]], sanitize: [[]], t4: [["rehearse", tmp_path / "run"]], training: []}
+    arguments = {ladder: [], sanitize: [[]], t4: [["rehearse", tmp_path / "run"]], training: []}
     with pytest.raises(SystemExit, match=r"GPU.*\bnone|GPU and"):
         tool.main(*arguments[tool])
     assert list(tmp_path.iterdir()) == []

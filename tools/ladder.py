@@ -1,15 +1,13 @@
 """The ladder: from a naive kernel up to the notebook's, one idea a step, and what lost beside it.
 
-    python tools/ladder.py            on a GPU: checks each step's bits, times it, counts its
-                                      instructions for a T4; writes results/ladder.json
-    python tools/ladder.py --check    compares the bits alone; without a GPU by the interpreter
+    python tools/ladder.py    on a GPU: checks each step's bits, times it, counts its instructions
+                              for a T4; writes results/ladder.json
 
 Each step is an edit of the notebook's kernel; it serves nested absmax and whole programs.
 """
 
 import datetime
 import inspect
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,8 +16,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
-if sys.argv[1:] == ["--check"] and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 import helpers  # noqa: E402
 import triton  # noqa: E402
@@ -95,8 +91,6 @@ def loads(nibble, code_ptr):
     return tl.load(code_ptr + nibble)
 
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    helpers.emulate_assembly()
 OURS = edited("ours")
 LADDER = [  # (step, what it taught, the notebook's definitions so changed); five up to ours
     ("bytes, chain of 15 selects", "the naive start", by_bytes(chain)),
@@ -123,13 +117,6 @@ def agreeing(weight, state):
     return functions
 
 
-def check(device):
-    for dtype in DTYPES:
-        agreeing(*OURS.quantized((64, 512), dtype, device))
-        steps = agreeing(*OURS.every_combination(dtype, device))
-        print(f"{len(steps)} steps in {dtype}: no bit differs")
-
-
 def measure():
     import sm_75  # not above: it compiles, which a process with the interpreter cannot
 
@@ -148,17 +135,13 @@ def measure():
     return rows
 
 
-def main(arguments):
-    if arguments == ["--check"]:
-        return check("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments:
-        raise SystemExit(__doc__)
+def main():
     if not torch.cuda.is_available():
-        raise SystemExit("The ladder is timed on a GPU, and there is none here: try --check.")
+        raise SystemExit("The ladder is timed on a GPU, and there is none here.")
     found = {"gpu": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
     found |= {"triton": triton.__version__, "rows": measure()}
     helpers.write_json(ROOT / "results" / "ladder.json", found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -160,10 +160,9 @@ def write_blocks():
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = with_blocks(cell.source, found)
-    readme = with_blocks((ROOT / "README.md").read_text(), found)
-    replace(
-        {ROOT / "nf4_triton.ipynb": nbformat.writes(notebook) + "\n", ROOT / "README.md": readme}
-    )
+    files = {ROOT / "nf4_triton.ipynb": nbformat.writes(notebook) + "\n"}
+    files[ROOT / "README.md"] = with_blocks((ROOT / "README.md").read_text(), found)
+    replace(files)
 
 
 def replace(files):
@@ -236,9 +235,10 @@ def take(folder):
     notebook.metadata["code"] = code_hash(notebook)
     files[ROOT / "nf4_triton.ipynb"] = nbformat.writes(notebook) + "\n"
     replace(files)
-    for old in RESULTS.glob("nvidia-*"):  # another GPU's: its ratios stand in runs.json
-        if old not in files:
-            old.unlink()
+    for listed in stored("runs"):
+        for old in RESULTS.glob(f"{slug(listed['gpu'])}*"):
+            if old not in files:  # another GPU's: its ratios stand in runs.json
+                old.unlink()
     print(f"taken in: {record['gpu']}, {record['date']}; {len(stored('runs'))} runs are listed")
 
 

@@ -3,7 +3,7 @@
     python tools/t4.py rehearse DIR      on a newer NVIDIA GPU: runs the notebook as on a T4, to the
                                          first error; leaves it in DIR, with rehearsal.json
     python tools/t4.py estimate [DIR]    takes DIR's rehearsal in, estimates a T4's test_dequantize
-                                         from the latest record; writes results/t4.json
+                                         from the run that is shown; writes results/t4.json
 
 The rehearsal's first cell is `disguise`: torch then describes the GPU as a T4, so Triton, Inductor
 and Unsloth compile for sm_75. ptxas must accept that code, but in the place of its machine code,
@@ -201,16 +201,15 @@ def estimate(results, folder=None):
     import helpers
 
     run = "run the notebook on an NVIDIA GPU, and take its record in (tools/record.py)"
-    paths = sorted(results.glob("nvidia-*.json"), key=os.path.getmtime)
-    records = [read(path, run) for path in paths]
-    records = [record for record in records if "race" in record and "kernels" in record]
-    if not records:
-        raise SystemExit(f"{results} has no record of an NVIDIA GPU: {run}")
-    record = sorted(records, key=lambda record: record["date"])[-1]
+    paths = list(results.glob("nvidia-*.json"))  # the run that is shown: others are in runs.json
+    if len(paths) != 1:
+        wanted = f"{results} must hold one record of an NVIDIA GPU"
+        raise SystemExit(f"{wanted}, not {len(paths)}: {run}")
+    record = read(paths[0], run)
     try:
         host = host_us(record)
     except (KeyError, ValueError) as lacking:
-        what = f"the record of {record['gpu']} lacks times of all three contenders ({lacking!r})"
+        what = f"{paths[0]} lacks times of all three contenders ({lacking!r})"
         raise SystemExit(f"{what}: {run}") from None
     rehearsal = "rehearse on a newer GPU: python tools/t4.py rehearse DIR, then estimate DIR"
     path = folder / "rehearsal.json" if folder else results / "t4.json"
