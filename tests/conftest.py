@@ -58,11 +58,20 @@ def nf4():
 @pytest.fixture(autouse=True)
 def forget_plans(nf4):
     """Each test begins without plans, and leaves none of its stand-ins' behind."""
-    nf4.PLANS.clear()
-    nf4.REFUSED.clear()
+    kept = (nf4.PLANS, nf4.REFUSED, nf4.FAILED)
+    for each in kept:
+        each.clear()
     yield
-    nf4.PLANS.clear()
-    nf4.REFUSED.clear()
+    for each in kept:
+        each.clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_said(caplog):
+    """That plans are missing is said where a test expects it, and forgets it."""
+    yield
+    said = [record.getMessage() for record in caplog.get_records("call")]
+    assert not [text for text in said if "no plan" in text]
 
 
 @pytest.fixture(params=["assembly", "loads"])

@@ -52,8 +52,9 @@ def load(name="nf4_triton", *edits):
         for edit in edits:
             source = source.replace(*edit)
         if name != "nf4_triton":
-            # a torch operator of its own: registering one again leaves the first one dangling
-            file, source = f"{name} {file}", source.replace("nf4_triton::", f"{name}::")
+            file = f"{name} {file}"
+            for namespace in ("nf4_triton::", "ops.nf4_triton"):  # an operator of its own
+                source = source.replace(namespace, namespace.replace("nf4_triton", name))
         execute(source, file, module.__dict__)
     return module
 
@@ -161,6 +162,7 @@ POINTERS = {  # Triton's names of the types
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.uint8: "*u8",
 }
 
@@ -190,9 +192,8 @@ def plan_on_cpu(nf4, monkeypatch):
 
         def function(programs, warps, types_given, given):
             assert (programs, warps) == (*grid, num_warps)
-            assert (
-                types_given == "O" * len(facts) + "iOO" and given[len(facts) + 1 :] == (None,) * 2
-            )
+            assert types_given == "O" * len(facts) + "iOO"
+            assert given[len(facts) + 1 :] == (None, None)
             assert given[len(facts)] == n_weights and given[1] % alignment == 0
             assert all(given[: len(facts)]), "memory that was freed"
             found = [at(address, *fact) for address, fact in zip(given, facts)]
@@ -217,19 +218,28 @@ def plan_on_cpu(nf4, monkeypatch):
         yield
         world.device = before
 
-    launcher = types.SimpleNamespace(_launch_kernel=launch_kernel)
-    allocate = torch._C._dynamo.guards._empty_strided_cpu  # seen by nobody, either
-    capturing = "is_current_stream_capturing"
+    private = {name.rpartition(".")[2]: name for name in nf4.PRIVATE}
+    for short, name in private.items():
+        private[short] = reach(torch, name)
+    private["_launch_kernel"] = launch_kernel
+    private["_cuda_getDevice"] = lambda: world.device
+    private["_cuda_getCurrentRawStream"] = lambda index: world.stream
+    private["_empty_strided_cuda"] = torch._C._dynamo.guards._empty_strided_cpu
+    world.private = types.SimpleNamespace(**private)
     monkeypatch.setattr(nf4, "PLANNING", True)
+    monkeypatch.setattr(nf4, "private", lambda: world.private)
     monkeypatch.setattr(kernel, "warmup", warmup, raising=False)  # Triton 3.5 has none
     monkeypatch.setattr(torch.cuda, "device", current)
-    monkeypatch.setattr(torch.cuda, capturing, lambda: world.capturing)
-    stand_ins = {"_cuda_getDevice": lambda: world.device, "_StaticCudaLauncher": launcher}
-    stand_ins["_cuda_getCurrentRawStream"] = lambda index: world.stream
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(torch._C, name, stand_in, raising=False)
-    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", allocate, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: world.capturing)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     return world
+
+
+def reach(owner, name):
+    """What stands at a dotted name, or None."""
+    for part in name.split("."):
+        owner = getattr(owner, part, None)
+    return owner
 
 
 class Planned:
@@ -271,10 +281,6 @@ class Planned:
 
     def n_plans(self):
         return sum(map(len, self.nf4.PLANS.values()))
-
-    def start_by(self, function):
-        launcher = types.SimpleNamespace(_launch_kernel=function)
-        self.patch.setattr(torch._C, "_StaticCudaLauncher", launcher)
 
 
 def at(address, dtype, numel):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 GPU = torch.cuda.is_available()
 BACKEND = "inductor" if GPU else "aot_eager"  # which traces as Inductor does
-pytestmark = pytest.mark.filterwarnings("error:no plan is kept")
+
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 GPU = torch.cuda.is_available()
-pytestmark = pytest.mark.filterwarnings("error:no plan is kept")  # where none is expected
+
 
 
 def change(layer, name, make):

@@ -99,8 +99,8 @@ LADDER = [  # (step, what it taught, the notebook's definitions so changed); fiv
     ("words, the code by loads", "one scale, eight weights", edited("words", BY_LOADS)),
     ("words, the code by shuffles: ours", "the warp is a table", OURS),
     ("no eviction policy", "", edited("no_policy", *NO_POLICY)),
-    ("one step, not two", "", edited("one_step", STEPS={2: 1})),
-    ("four steps, not two", "", edited("four_steps", STEPS={2: 4})),
+    ("one step, not two", "", edited("one_step", STEPS_OF={2: 1})),
+    ("four steps, not two", "", edited("four_steps", STEPS_OF={2: 4})),
 ]
 
 
@@ -130,7 +130,7 @@ def measure():
         for step, taught, module in LADDER:
             row = {"step": step, "taught": taught, "dtype": OURS.NAME[dtype]}
             row |= {"us": 1e3 * median_ms(functions[step]), "copy_us": copy_us}
-            facts = sm_75.facts(sm_75.compile_for(module, dtype), module.STEPS[2])
+            facts = sm_75.facts(sm_75.compile_for(module, dtype), module.STEPS_OF[2])
             rows.append(row | {"instructions_per_weight": facts["instructions_per_weight"]})
     return rows
 

@@ -106,7 +106,7 @@ def main():
     for dtype in helpers.DTYPES:
         for absmax, tensor in CASES:
             row = {"triton": triton.__version__, "dtype": str(dtype).removeprefix("torch.")}
-            used = facts(compile_for(nf4, dtype, absmax, tensor), nf4.STEPS[dtype.itemsize])
+            used = facts(compile_for(nf4, dtype, absmax, tensor), nf4.STEPS_OF[dtype.itemsize])
             rows.append(row | {"absmax": absmax, "tensor": tensor, **used})
     print(json.dumps(rows))
 
