@@ -55,23 +55,25 @@ def nf4():
     return helpers.load()
 
 
+def forget(nf4):
+    for kept in (nf4.PLANS, nf4.REFUSED, nf4.FAILED):
+        kept.clear()
+    nf4.private.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def forget_plans(nf4):
     """Each test begins without plans, and leaves none of its stand-ins' behind."""
-    kept = (nf4.PLANS, nf4.REFUSED, nf4.FAILED)
-    for each in kept:
-        each.clear()
+    forget(nf4)
     yield
-    for each in kept:
-        each.clear()
+    forget(nf4)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_said(caplog):
-    """That plans are missing is said where a test expects it, and forgets it."""
+    """Where a test does not expect it, no plan is refused."""
     yield
-    said = [record.getMessage() for record in caplog.get_records("call")]
-    assert not [text for text in said if "no plan" in text]
+    assert not [each for each in caplog.get_records("call") if each.name == "nf4_triton"]
 
 
 @pytest.fixture(params=["assembly", "loads"])
@@ -92,7 +94,9 @@ def world(nf4, monkeypatch):
 @pytest.fixture
 def planned(nf4, device, monkeypatch):
     """The notebook's definitions, with plans as in `world`; counts what calls ran."""
-    return helpers.Planned(nf4, device, monkeypatch)
+    planned = helpers.Planned(nf4, device, monkeypatch)
+    yield planned
+    assert not planned.said
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import linecache
+import operator
 import re
 import sys
 import types
@@ -30,12 +31,18 @@ def cells():
     return nbformat.read(NOTEBOOK, as_version=4).cells
 
 
-def exports():
-    """(file name, source) of each definition cell, in order; the name goes into tracebacks."""
-    code = [
-        (f"{NOTEBOOK.name}[{cell.id}]", cell.source) for cell in cells() if cell.cell_type == "code"
-    ]
-    return [(name, source) for name, source in code if DEFINITION.match(source)]
+def exports(name="nf4_triton"):
+    """(file name, source) of each definition cell, in order; the file name goes into tracebacks.
+
+    name  the operator's namespace: a module of another name has an operator of its own
+    """
+    code = [cell for cell in cells() if cell.cell_type == "code" and DEFINITION.match(cell.source)]
+    found = []
+    for cell in code:
+        source = cell.source.replace("nf4_triton::", f"{name}::")
+        source = source.replace("ops.nf4_triton", f"ops.{name}")
+        found.append((f"{NOTEBOOK.name}[{cell.id}]", source))
+    return found
 
 
 def load(name="nf4_triton", *edits):
@@ -43,19 +50,20 @@ def load(name="nf4_triton", *edits):
 
     edits  (text, replacement) pairs: each text must stand exactly once; for tests of the tests
     """
-    module, found = types.ModuleType(name), exports()
+    module, found = types.ModuleType(name), exports(name)
     sys.modules[name] = module
     for text, _ in edits:
-        if sum(source.count(text) for _, source in found) != 1:
-            raise ValueError(f"{text!r} must stand exactly once in the notebook's definitions")
+        count = sum(source.count(text) for _, source in found)
+        if count != 1:
+            raise ValueError(
+                f"{text!r} must stand once in the notebook's definition cells, not {count} times. "
+                "A test or a tool quotes it: where you changed it there, change the quotation, too "
+                "(grep -rn finds it in tests and tools)"
+            )
     for file, source in found:
         for edit in edits:
             source = source.replace(*edit)
-        if name != "nf4_triton":
-            file = f"{name} {file}"
-            for namespace in ("nf4_triton::", "ops.nf4_triton"):  # an operator of its own
-                source = source.replace(namespace, namespace.replace("nf4_triton", name))
-        execute(source, file, module.__dict__)
+        execute(source, file if name == "nf4_triton" else f"{name} {file}", vars(module))
     return module
 
 
@@ -83,6 +91,12 @@ def moved(tensor, offset):
     flat = tensor.reshape(-1).view(torch.uint8)
     buffer = torch.zeros(offset + flat.numel() + 16, dtype=torch.uint8, device=tensor.device)
     return buffer[offset : offset + flat.numel()].copy_(flat).view(tensor.dtype).view(tensor.shape)
+
+
+def one_byte_on(table):
+    """A copy at an odd address, as DLPack can hand one over."""
+    shifted = torch.from_dlpack(moved(table.reshape(-1).view(torch.uint8), 1))
+    return shifted.view(table.dtype).view(table.shape)
 
 
 def write_json(path, content):
@@ -218,42 +232,47 @@ def plan_on_cpu(nf4, monkeypatch):
         yield
         world.device = before
 
-    private = {name.rpartition(".")[2]: name for name in nf4.PRIVATE}
-    for short, name in private.items():
-        private[short] = reach(torch, name)
-    private["_launch_kernel"] = launch_kernel
-    private["_cuda_getDevice"] = lambda: world.device
-    private["_cuda_getCurrentRawStream"] = lambda index: world.stream
-    private["_empty_strided_cuda"] = torch._C._dynamo.guards._empty_strided_cpu
-    world.private = types.SimpleNamespace(**private)
+    stand_ins = {
+        "_C._cuda_getDevice": lambda: world.device,
+        "_C._cuda_getCurrentRawStream": lambda index: world.stream,
+        "_C._StaticCudaLauncher": types.SimpleNamespace(_launch_kernel=launch_kernel),
+        # seen by nobody, either
+        "_C._dynamo.guards._empty_strided_cuda": torch._C._dynamo.guards._empty_strided_cpu,
+        "cuda.device": current,
+        "cuda.is_current_stream_capturing": lambda: world.capturing,
+        "cuda.get_sync_debug_mode": lambda: 0,
+    }
+    for name, stand_in in stand_ins.items():
+        replace_in_torch(nf4, monkeypatch, name, stand_in)
     monkeypatch.setattr(nf4, "PLANNING", True)
-    monkeypatch.setattr(nf4, "private", lambda: world.private)
     monkeypatch.setattr(kernel, "warmup", warmup, raising=False)  # Triton 3.5 has none
-    monkeypatch.setattr(torch.cuda, "device", current)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: world.capturing)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     return world
 
 
-def reach(owner, name):
-    """What stands at a dotted name, or None."""
-    for part in name.split("."):
-        owner = getattr(owner, part, None)
-    return owner
+def replace_in_torch(nf4, monkeypatch, name, stand_in):
+    """What stands at a dotted name becomes the stand-in, and the notebook looks it up anew."""
+    owner, _, last = f"torch.{name}".rpartition(".")
+    owner = operator.attrgetter(owner)(types.SimpleNamespace(torch=torch))
+    monkeypatch.setattr(owner, last, stand_in, raising=False)
+    nf4.private.cache_clear()
 
 
 class Planned:
     """A right or wrong module that keeps plans (on a CPU by stand-ins), and what its calls ran."""
 
     def __init__(self, nf4, device, patch):
-        self.nf4, self.device, self.patch, self.n_by_operator = nf4, device, patch, 0
+        self.nf4, self.device, self.patch = nf4, device, patch
         self.world = None if torch.cuda.is_available() else plan_on_cpu(nf4, patch)
-        self.keep_plan = nf4.keep_plan  # after the operator, if no compiler traces
-        patch.setattr(nf4, "keep_plan", self.count_and_keep_plan)
+        nf4.private.cache_clear()
+        self.n_by_operator, self.run_operator = 0, nf4.run_operator
+        patch.setattr(nf4.namespace, "run", self.count_and_run)
+        self.said = []  # in the log
+        warning = lambda text, *given: self.said.append(text % given)  # noqa: E731
+        patch.setattr(nf4, "LOG", types.SimpleNamespace(warning=warning))
 
-    def count_and_keep_plan(self, *given):
+    def count_and_run(self, *given):
         self.n_by_operator += 1
-        self.keep_plan(*given)
+        return self.run_operator(*given)
 
     def made(self, seed=0, dtype=torch.float16, shape=(32, 64), **how):
         """A layer that was never called; by default the kernel has whole words for all threads."""
@@ -281,6 +300,13 @@ class Planned:
 
     def n_plans(self):
         return sum(map(len, self.nf4.PLANS.values()))
+
+    def replace(self, name, stand_in):
+        replace_in_torch(self.nf4, self.patch, name, stand_in)
+
+    def start_by(self, function):
+        launcher = types.SimpleNamespace(_launch_kernel=function)
+        self.replace("_C._StaticCudaLauncher", launcher)
 
 
 def at(address, dtype, numel):

@@ -53,11 +53,6 @@ def resized(n_bytes):
     return resize
 
 
-def one_byte_on(table):
-    """A copy at an odd address, as DLPack can hand one over."""
-    return torch.from_dlpack(helpers.moved(table.view(torch.uint8), 1)).view(table.dtype)
-
-
 def strided(tensor):
     return torch.stack((tensor, tensor), -1)[..., 0]
 
@@ -73,8 +68,11 @@ BY_READ = {
     "quant_type": Fault("quant_type must be 'nf4', got 'fp4'", state("quant_type", to("fp4"))),
     "no shape": Fault("4-bit weight", state("shape", to(None)), TypeError),
     "no fields in state2": Fault("4-bit weight", state("state2", to(SimpleNamespace())), TypeError),
-    "state2.dtype": Fault("got torch.float16 in", state("state2.dtype", to(torch.float16))),
-    "state2.blocksize 0": Fault("in blocks of 0", state("state2.blocksize", to(0))),
+    "state2.dtype": Fault(
+        "got torch.float16: .* set quant_state.state2.dtype",
+        state("state2.dtype", to(torch.float16)),
+    ),
+    "state2.blocksize 0": Fault("got state2.blocksize 0", state("state2.blocksize", to(0))),
 }
 BY_CHECK = {
     "no weight": Fault("the weight must be .* got None", weight(to(None))),
@@ -83,7 +81,7 @@ BY_CHECK = {
     "blocksize 63": Fault("blocksize must be .* got 63", state("blocksize", to(63))),
     "blocksize 64.0": Fault("'blocksize'.*float", state("blocksize", float), RuntimeError),
     "no blocksize": Fault("'blocksize'.*NoneType", state("blocksize", to(None)), RuntimeError),
-    "another blocksize": Fault("absmax must have 16 bytes .* got 32", state("blocksize", to(128))),
+    "another blocksize": Fault("absmax must have 16 elements, got 32", state("blocksize", to(128))),
     "state2.blocksize": Fault("blocksize must be .* got 100", state("state2.blocksize", to(100))),
     "a byte too few": Fault("weight must have 1024 bytes .* 1023", weight(lambda w: w[:-1])),
     "twice the bytes": Fault("must have 1024 bytes .* 2048", weight(lambda w: torch.cat((w, w)))),
@@ -95,25 +93,31 @@ BY_CHECK = {
     "weight sparse": Fault("strided|[Ss]parse", weight(torch.Tensor.to_sparse)),
     "weight on meta": Fault("must be on meta, got c", weight(lambda w: w.to("meta"))),
     "no absmax": Fault("absmax must be .* got None", state("absmax", to(None))),
-    "absmax too short": Fault("absmax must have 32 bytes", state("absmax", lambda t: t[:-1])),
+    "absmax too short": Fault("absmax must have 32 elements", state("absmax", lambda t: t[:-1])),
     "absmax not nested": Fault("absmax must be torch.float32, got", state("state2", to(None))),
     "absmax in fp32": Fault("absmax must be torch.uint8, got", state("absmax", torch.Tensor.float)),
     "absmax strided": Fault("absmax must be contiguous, got", state("absmax", strided)),
     "absmax on meta": Fault("absmax must be .* meta", state("absmax", lambda t: t.to("meta"))),
     "code of integers": Fault("code must be .* got torch.int32", state("code", torch.Tensor.int)),
-    "code of 8": Fault("code must have 64 bytes .* 32", state("code", lambda t: t[:8])),
+    "code of 8": Fault("code must have 16 elements, got 8", state("code", lambda t: t[:8])),
     "code a list": Fault("'code'.*list", state("code", torch.Tensor.tolist), RuntimeError),
     "no offset": Fault("offset must be .* got None", state("offset", to(None))),
     "offset of integers": Fault("offset must be .* torch.int32", state("offset", torch.Tensor.int)),
     "absmax2 in fp16": Fault("state2.absmax must be", state("state2.absmax", torch.Tensor.half)),
-    "code2 of 255": Fault("state2.code must have 1024", state("state2.code", lambda t: t[:255])),
+    "code2 of 255": Fault(
+        "state2.code must have 256 elements, got 255", state("state2.code", lambda t: t[:255])
+    ),
 }
 OF_MEMORY = {  # what is looked at where there is memory: not while a compiler traces
     "weight freed": Fault("1024 bytes of storage, got 0", weight(resized(0))),
     "weight shrunk": Fault("1024 bytes of storage, got 1023", weight(resized(1023))),
     "view shrunk": Fault("1028 .* got 1027", weight(lambda w: resized(1027)(helpers.moved(w, 4)))),
-    "absmax freed": Fault("absmax must have 32 .* storage, got 0", state("absmax", resized(0))),
-    "code one byte on": Fault("code must be at a multiple of 4", state("code", one_byte_on)),
+    "absmax freed": Fault(
+        "absmax must have 32 bytes of storage, got 0", state("absmax", resized(0))
+    ),
+    "code one byte on": Fault(
+        "code must be at a multiple of 4", state("code", helpers.one_byte_on)
+    ),
     "absmax nested tensor": Fault("[Nn]ested", state("absmax", nested), (ValueError, RuntimeError)),
 }
 FAULTS = BY_READ | BY_CHECK | OF_MEMORY

@@ -38,12 +38,16 @@ BYTE_BY_BYTE = """
     index = start * 2 + tl.arange(0, BYTES * 2)
     tl.store(out_ptr + index, weights, mask=index < n_weights)
 """
-BY_LOADS = (
-    'f"shfl.sync.idx.b32 ${i}, entry, shifted, {half_warp}, -1;"',
-    'f"and.b32 lane, shifted, 15; mad.wide.u32 at, lane, 4, $9; ld.global.nc.b32 ${i}, [at];"',
+BY_LOADS = (  # (text, replacement) pairs
+    (
+        'f"shfl.sync.idx.b32 ${i}, entry, shifted, {half_warp}, -1;"',
+        'f"and.b32 lane, shifted, 15; mad.wide.u32 at, lane, 4, $9; ld.global.nc.b32 ${i}, [at];"',
+    ),
 )
+LOAD_OF_WHOLE = """if WHOLE:  # at compile time: no branch is left
+            word = tl.load(word_ptr + step * WORDS, eviction_policy="evict_first")"""
 NO_POLICY = (
-    ('word_ptr + step * WORDS, eviction_policy="evict_first"', "word_ptr + step * WORDS"),
+    (LOAD_OF_WHOLE, LOAD_OF_WHOLE.replace(', eviction_policy="evict_first"', "")),
     ('first_block // BLOCKSIZE2, eviction_policy="evict_last"', "first_block // BLOCKSIZE2"),
     ('tl.load(offset_ptr, eviction_policy="evict_last"', "tl.load(offset_ptr"),
     ('absmax.to(tl.int32), eviction_policy="evict_last"', "absmax.to(tl.int32)"),
@@ -55,8 +59,13 @@ helpers.OPERATIONS["ld.global.nc.b32"] = helpers.load_words  # for the interpret
 def edited(name, *edits, **names):
     """The notebook's definitions, edited, with other values of some names."""
     module = helpers.load(f"ladder_{name}", *edits)
-    vars(module).update(names, SHUFFLES=tl.constexpr(True))  # in the interpreter, too
+    module.SHUFFLES = tl.constexpr(True)  # in the interpreter, too
+    for each, value in names.items():
+        setattr(module, each, value)
     return module
+
+
+OURS = edited("ours")
 
 
 def by_bytes(look_up):
@@ -91,12 +100,11 @@ def loads(nibble, code_ptr):
     return tl.load(code_ptr + nibble)
 
 
-OURS = edited("ours")
 LADDER = [  # (step, what it taught, the notebook's definitions so changed); five up to ours
     ("bytes, chain of 15 selects", "the naive start", by_bytes(chain)),
     ("bytes, tree of 15 selects", "fewer selects in a row", by_bytes(tree)),
     ("bytes, the code by loads", "a cache is a table", by_bytes(loads)),
-    ("words, the code by loads", "one scale, eight weights", edited("words", BY_LOADS)),
+    ("words, the code by loads", "one scale, eight weights", edited("words", *BY_LOADS)),
     ("words, the code by shuffles: ours", "the warp is a table", OURS),
     ("no eviction policy", "", edited("no_policy", *NO_POLICY)),
     ("one step, not two", "", edited("one_step", STEPS_OF={2: 1})),
@@ -106,7 +114,8 @@ LADDER = [  # (step, what it taught, the notebook's definitions so changed); fiv
 
 def agreeing(weight, state):
     """{step: a function that dequantizes}. Ends the program where one's bits are not right."""
-    expected, functions = OURS.dequantize_4bit(weight, state), {}
+    expected = OURS.dequantize_4bit(weight, state)
+    functions = {}
     for step, _, module in LADDER:
         functions[step] = partial(module.by_kernel_grid, weight, state)
         torch.use_deterministic_algorithms(True)  # what is not written is a NaN
@@ -120,9 +129,10 @@ def agreeing(weight, state):
 def measure():
     import sm_75  # not above: it compiles, which a process with the interpreter cannot
 
-    rows, median_ms = [], partial(triton.testing.do_bench, return_mode="median")
+    median_ms = partial(triton.testing.do_bench, return_mode="median")
+    rows = []
     for dtype in DTYPES:
-        weight, state = OURS.quantized(OURS.SHAPES[2], dtype, "cuda")  # 4096 x 14336
+        weight, state = OURS.quantized((4096, 14336), dtype, "cuda")
         functions = agreeing(weight, state)
         n_bytes = weight.nbytes + state.absmax.nbytes + weight.numel() * 2 * dtype.itemsize
         source = torch.empty(n_bytes // 2, dtype=torch.uint8, device="cuda")  # read and written

@@ -3,6 +3,9 @@
 python tools/sm_75.py            by the Triton at hand: prints rows of facts, as JSON
 python tools/sm_75.py 3.6.0      by that Triton, which pip puts into .venv/nf4-triton
 python tools/sm_75.py --record   by each of VERSIONS: writes results/sm_75.json
+
+Among the facts are the fused multiply-adds, `ffma`, and there must be none: where a compiler makes
+one of a scale's product and sum, the product is not rounded, and some bits are not bitsandbytes'.
 """
 
 import json
@@ -46,19 +49,24 @@ from tqdm import tqdm  # noqa: E402
 def compile_for(nf4, dtype, absmax="nested", tensor="whole"):
     """The CompiledKernel of a weight of 16 million, for sm_75."""
     shape = (4096, 4096) if tensor == "whole" else (4097, 4095)
-    out, table = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(0)
+    out = torch.empty(shape, dtype=dtype, device="meta")
     weight = torch.empty(-(-out.numel() // 2), dtype=torch.uint8)
-    tensors, blocksize2 = (weight, table, table), 0
+    byte, number = torch.empty(0, dtype=torch.uint8), torch.empty(0)
     if absmax == "nested":
-        tensors, blocksize2 = (weight, weight, *[table] * 4), 256
+        tensors, blocksize2 = (weight, byte, number, number, number, number), 256
+    else:
+        tensors, blocksize2 = (weight, number, number), 0
     _, arguments, options = nf4.launch_of(out, tensors, (shape, dtype, 64, blocksize2))
     kernel, num_warps = nf4._dequantize_nf4_kernel, options.pop("num_warps")
+    by_name = dict(zip(kernel.arg_names, arguments)) | options
     types, constants = {}, {}
-    for name, value in (dict(zip(kernel.arg_names, arguments)) | options).items():
-        types[name] = "i32" if name == "n_weights" else "constexpr"
+    for name, value in by_name.items():
         if isinstance(value, torch.Tensor):
             types[name] = helpers.POINTERS[value.dtype]
-        elif name != "n_weights":
+        elif name == "n_weights":
+            types[name] = "i32"
+        else:
+            types[name] = "constexpr"
             constants[(kernel.arg_names.index(name),)] = value
     aligned = {(0,): [["tt.divisibility", 16]]}  # the output alone: it is fresh
     source = triton.compiler.ASTSource(kernel, types, constants, aligned)
@@ -67,7 +75,7 @@ def compile_for(nf4, dtype, absmax="nested", tensor="whole"):
 
 
 def facts(compiled, steps):
-    """What the code uses; the widths of its global accesses in bits, such as "16 128"."""
+    """What the code uses, and how often; the widths of its global accesses in bits: "16 128"."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -77,19 +85,23 @@ def facts(compiled, steps):
     operations = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)", code, re.M)
     n_instructions = max(i for i, each in enumerate(operations, 1) if each.startswith("EXIT"))
 
-    def widths(name, policy=""):
-        found = [each for each in operations if each.startswith(name) and policy in each]
-        bits = {re.search(r"\.[US]?(8|16|64|128)\b|$", each)[1] or "32" for each in found}
+    def those(name):
+        return [each for each in operations if each.startswith(name)]
+
+    def widths(accesses):
+        bits = {re.search(r"\.[US]?(8|16|64|128)\b|$", each)[1] or "32" for each in accesses}
         return " ".join(sorted(bits, key=int))
 
+    words = [each for each in those("LDG") if ".EF" in each]  # evict first: words alone
     return {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spills": int(re.search(r"LOCAL:(\d+)", usage)[1]),
         "shared": compiled.metadata.shared,
         "instructions_per_weight": n_instructions / (steps * 8),  # of all branches
-        "shuffles": sum(each.startswith("SHFL") for each in operations),
-        "word_load_bits": widths("LDG", ".EF"),  # evict first: packed words alone are read so
-        "store_bits": widths("STG"),
+        "shuffles": len(those("SHFL")),
+        "ffma": len(those("FFMA")),  # HFMA2, in fp16, is how ptxas loads constants
+        "word_load_bits": widths(words),
+        "store_bits": widths(those("STG")),
     }
 
 

@@ -19,6 +19,7 @@ import datetime
 import functools
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -27,13 +28,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "tools")]
-SOURCES = [
-    {
-        "what": "a copy within a T4's memory, GB/s",
-        "value": 240.0,
-        "url": "https://github.com/router-gao/cuda-demo/blob/"
-        "HEAD/cuda-samples/02-cuda-bandwidth.md",
-    },
+COPY = {
+    "what": "a copy within a T4's memory, GB/s",
+    "value": 240.0,
+    "url": "https://github.com/router-gao/cuda-demo/blob/HEAD/cuda-samples/02-cuda-bandwidth.md",
+}
+PUBLISHED = (
     {
         "what": "test_dequantize by the three launches on a T4, seconds",
         "value": 3.714,
@@ -46,11 +46,11 @@ SOURCES = [
         "url": "https://github.com/Talel-bm/Optimized-NF4-dequantization/blob/"
         "75714c480d9a78ce8755c4e7fd9fd995a71cb208/README.md",
     },
-]
-SHARES = (1.0, 0.9)  # of a copy's speed
+)
+SHARES = (1.0, 0.9, 0.8)  # of a copy's speed
 SHAPES = ((2048, 8192), (1024, 4096), (4096, 14336))
 N_CALLS = 9000  # of test_dequantize: 1000 loops of three for each shape
-N_WEIGHTS = 3000 * sum(hd * m for hd, m in SHAPES)
+N_WEIGHTS = 3000 * sum(math.prod(shape) for shape in SHAPES)
 FUSED = 1 / 2 + 1 / 64 + 2  # bytes moved for a weight in 16 bits
 SPLIT = FUSED + 2 * (4 + 4) / 64  # and two fp32 scales for a block, each written and read
 MOVED = {"ours": FUSED, "unsloth": FUSED, "three_launches": SPLIT}
@@ -126,10 +126,10 @@ def rehearse(folder):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rehearsal.json").unlink(missing_ok=True)
     notebook = nbformat.read(ROOT / "nf4_triton.ipynb", as_version=4)
-    n_cells = sum(cell.cell_type == "code" for cell in notebook.cells)
+    n_cells = len([cell for cell in notebook.cells if cell.cell_type == "code"])
     begin = f"import sys; sys.path.append({str(ROOT / 'tools')!r}); import t4; t4.disguise()"
     notebook.cells.insert(0, nbformat.v4.new_code_cell(begin))
-    notebook.cells.append(nbformat.v4.new_code_cell("assert PLANS and not REFUSED, REFUSED"))
+    notebook.cells.append(nbformat.v4.new_code_cell("assert PLANS and not REFUSED and not FAILED"))
     faults, record = [], {}
     with tempfile.TemporaryDirectory(prefix="t4-", ignore_cleanup_errors=True) as scratch:
         resources = {"metadata": {"path": scratch}}
@@ -140,19 +140,19 @@ def rehearse(folder):
             record = read(Path(scratch) / "results" / "tesla-t4.json", "no T4's record")
         except (Exception, SystemExit) as fault:  # a cell's error, or the kernel died
             faults.append(str(fault)[-2000:])
-        kernels = [path.read_bytes() for path in Path(scratch).rglob("*.cubin")]
+        compiled = [path.read_bytes() for path in Path(scratch).rglob("*.cubin")]
     nbformat.write(notebook, folder / "nf4_triton.ipynb")
     exact = record.get("exact", {"checked": 0})
-    others = sum(b".target sm_75" not in kernel for kernel in kernels)
+    others = [code for code in compiled if b".target sm_75" not in code]
     if record and (exact["checked"] == 0 or exact["differing"] > 0):
         faults.append(f"weights must be compared, and none differ: {exact}")
-    if record and (others or not kernels):
-        faults.append(f"all kernels must be for sm_75: {others} of {len(kernels)} are not")
+    if record and (others or not compiled):
+        faults.append(f"all kernels must be for sm_75: {len(others)} of {len(compiled)} are not")
     if faults:
         raise SystemExit("\n".join(["The rehearsal failed:", *faults]))
     found = {"gpu": torch.cuda.get_device_name(), "as": T4.name}
     found |= {"date": datetime.date.today().isoformat(), "cells": n_cells, "errors": 0}
-    found |= {"exact": exact, "kernels": len(kernels), "planned": True, "rows": record["kernels"]}
+    found |= {"exact": exact, "kernels": len(compiled), "planned": True, "rows": record["kernels"]}
     helpers.write_json(folder / "rehearsal.json", found)
 
 
@@ -168,24 +168,28 @@ def host_us(record):
 
     The kernels of the three launches were not timed: they count by their bytes.
     """
-    kernels = {(row["dtype"], row["shape"], row["format"]): row for row in record["kernels"]}
+    alone = {(row["dtype"], row["shape"], row["format"]): row for row in record["kernels"]}
     beyond = {who: [] for who in MOVED}
     for row in record["race"]:
-        if row["who"] in MOVED and row["dtype"] != "mix":
-            for (hd, m), us in zip(SHAPES, row["us"], strict=True):
-                alone = kernels[row["dtype"], f"{hd} x {m}", ""]
-                times = {who: alone["unsloth_us"] * MOVED[who] / FUSED for who in MOVED}
-                times["ours"] = alone["ours_us"]
-                beyond[row["who"]].append(us - times[row["who"]])
+        who, dtype = row["who"], row["dtype"]
+        if who not in MOVED or dtype == "mix":
+            continue
+        for (hd, m), call_us in zip(SHAPES, row["us"], strict=True):
+            kernels = alone[dtype, f"{hd} x {m}", ""]
+            if who == "ours":
+                kernel_us = kernels["ours_us"]
+            else:
+                kernel_us = kernels["unsloth_us"] * MOVED[who] / FUSED
+            beyond[who].append(call_us - kernel_us)
     return {who: statistics.mean(us) for who, us in beyond.items()}
 
 
 def estimated(host):
     """Rows {published_s, share, factor, ours_s, unsloth_s, over_unsloth, over_three_launches}."""
-    copy, *published = [source["value"] for source in SOURCES]
     rows = []
-    for published_s, share in itertools.product(published, SHARES):
-        bytes_s = {who: N_WEIGHTS * each / (share * copy * 1e9) for who, each in MOVED.items()}
+    for source, share in itertools.product(PUBLISHED, SHARES):
+        published_s, speed = source["value"], share * COPY["value"] * 1e9  # in bytes a second
+        bytes_s = {who: N_WEIGHTS * each / speed for who, each in MOVED.items()}
         host_s = {who: N_CALLS * us * 1e-6 for who, us in host.items()}
         factor = (published_s - bytes_s["three_launches"]) / host_s["three_launches"]
         seconds = {who: bytes_s[who] + factor * host_s[who] for who in MOVED}
@@ -200,22 +204,23 @@ def estimated(host):
 def estimate(results, folder=None):
     import helpers
 
-    run = "run the notebook on an NVIDIA GPU, and take its record in (tools/record.py)"
+    run_first = "run the notebook on an NVIDIA GPU, and take its record in (tools/record.py)"
     paths = list(results.glob("nvidia-*.json"))  # the run that is shown: others are in runs.json
     if len(paths) != 1:
         wanted = f"{results} must hold one record of an NVIDIA GPU"
-        raise SystemExit(f"{wanted}, not {len(paths)}: {run}")
-    record = read(paths[0], run)
+        raise SystemExit(f"{wanted}, not {len(paths)}: {run_first}")
+    record = read(paths[0], run_first)
     try:
         host = host_us(record)
     except (KeyError, ValueError) as lacking:
         what = f"{paths[0]} lacks times of all three contenders ({lacking!r})"
-        raise SystemExit(f"{what}: {run}") from None
-    rehearsal = "rehearse on a newer GPU: python tools/t4.py rehearse DIR, then estimate DIR"
-    path = folder / "rehearsal.json" if folder else results / "t4.json"
-    found = read(path, rehearsal)
-    content = {"rehearsal": found if folder else found["rehearsal"], "sources": SOURCES}
-    content["estimate"] = estimated(host)
+        raise SystemExit(f"{what}: {run_first}") from None
+    rehearse_first = "rehearse on a newer GPU: python tools/t4.py rehearse DIR, then estimate DIR"
+    if folder is None:  # the rehearsal stays
+        rehearsal = read(results / "t4.json", rehearse_first)["rehearsal"]
+    else:
+        rehearsal = read(folder / "rehearsal.json", rehearse_first)
+    content = {"rehearsal": rehearsal, "sources": [COPY, *PUBLISHED], "estimate": estimated(host)}
     content["record"] = {"gpu": record["gpu"], "date": record["date"], "host_us": host}
     helpers.write_json(results / "t4.json", content)
 
@@ -224,8 +229,10 @@ def main(arguments):
     match arguments:
         case ["rehearse", folder]:
             rehearse(Path(folder))
-        case ["estimate", *folders] if len(folders) <= 1:
-            estimate(ROOT / "results", *map(Path, folders))
+        case ["estimate"]:
+            estimate(ROOT / "results")
+        case ["estimate", folder]:
+            estimate(ROOT / "results", Path(folder))
         case _:
             raise SystemExit(__doc__)
 

@@ -1,24 +1,38 @@
-"""How long a QLoRA step takes by bitsandbytes as it is, and by our weights in its place.
+"""How long training takes by others' dequantization and by ours in its place, and how much memory.
 
-    python tools/training.py    on a GPU, a minute: writes results/training.json
+    python tools/training.py    on a GPU, a minute and a half: writes results/training.json
 
-Llamas of random weights in NF4, with peft's LoRA on all seven projections, in bf16. Stock and ours,
-which is `in_bitsandbytes`, take turns once their first losses are close. (No bits are compared:
-bitsandbytes' own forward pass is one fused product.)
+Models have random weights in NF4, peft's LoRA on all seven projections, and compute in bf16:
+
+* A training step of a Llama by bitsandbytes, "stock", and within `in_bitsandbytes`, "ours". Losses
+  must be close; bits differ, as bitsandbytes' own forward pass is one fused product.
+* Unsloth's MLP, forward and backward, by its own `fast_dequantize`, "stock", and by the one that
+  README's lines put in its place, "ours". Output and gradients must be equal in every bit.
+
+The two take turns, in a new random order each round. Nothing is written unless results agree.
 """
 
 import contextlib
 import datetime
+import gc
+import importlib.util
+import json
+import os
 import random
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import bitsandbytes
 import torch
 from peft import LoraConfig, get_peft_model
+from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,13 +55,19 @@ LLAMA_8B = LlamaConfig(
     num_attention_heads=32,
     num_key_value_heads=8,
 )
-RUNS = (  # (model, its configuration, sequences, tokens of each)
-    ("4 layers of 1024 x 2816", SMALL, 4, 256),
-    ("2 layers of Llama-3-8B", LLAMA_8B, 2, 1024),
-    ("2 layers of Llama-3-8B", LLAMA_8B, 1, 256),
+LLAMAS = (  # (model, its configuration, sequences, tokens of each)
+    ("4 layers of 1024 x 2816, LoRA", SMALL, 4, 256),
+    ("4 layers of 1024 x 2816, LoRA", SMALL, 1, 64),
+    ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 2, 1024),
+    ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 1, 256),
+    ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 1, 64),
 )
+# (hidden size, intermediate size, tokens of one sequence)
+MLPS = ((1024, 4096, 64), (1024, 4096, 512), (4096, 14336, 256), (4096, 14336, 2048))
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-MOST = 0.01  # by which first losses may differ: bf16 is rounded to three digits, in another order
+PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft")
+MOST = 0.02  # by which losses may differ: bf16 is rounded to three digits, in another order
+WARM_UP = 3  # steps; the second is the first by a plan, and the trial of that needs more memory
 
 
 def build(config, device):
@@ -67,51 +87,162 @@ def build(config, device):
     return get_peft_model(model.to(device), lora)
 
 
-def timed_step(model, optimizer, ids):
-    """(its loss, milliseconds) of a training step."""
-    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
-    wait()
+def adapters_of(module):
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def timed(step):
+    """(what step() returns, its milliseconds, the bytes that were allocated at most meanwhile)."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
     began = time.perf_counter()
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    wait()
-    return loss.item(), (time.perf_counter() - began) * 1e3
+    returned = step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    ms = (time.perf_counter() - began) * 1e3
+    return returned, ms, torch.cuda.max_memory_allocated()  # 0 without a GPU
 
 
-def measure(nf4, runs, device, rounds=40):
-    """Rows {model, tokens, who, ms}: the median of so many steps. Raises where losses differ."""
-    contexts = {"stock": contextlib.nullcontext, "ours": nf4.in_bitsandbytes}
+def measured(model, tokens, steps, complain, rounds):
+    """Rows {model, tokens, who, ms, peak_bytes} of steps that take turns; ms is the median.
+
+    steps     {who: a function that returns tensors}
+    complain  a function of {who: these tensors}: what is wrong with them, or None
+    """
+    returned, peak_bytes = {}, {}
+    for who in ("ours", "stock"):  # in this order: Unsloth's own leaves a buffer behind
+        for _ in range(WARM_UP):
+            tensors, _, peak_bytes[who] = timed(steps[who])
+            returned[who] = [tensor.cpu() for tensor in tensors]
+            del tensors
+    fault = complain(returned)
+    if fault:
+        raise SystemExit(f"{model}, {tokens} tokens: nothing was written, as {fault}")
+    times = {who: [] for who in steps}
+    for _ in tqdm(range(rounds), f"{model}, {tokens}", disable=None):
+        for who in random.sample(list(steps), len(steps)):
+            _, ms, _ = timed(steps[who])
+            times[who].append(ms)
+    rows = []
+    for who in steps:
+        row = {"model": model, "tokens": tokens, "who": who, "ms": statistics.median(times[who])}
+        rows.append(row | {"peak_bytes": peak_bytes[who]})
+    return rows
+
+
+def train(model, optimizer, ids, context):
+    """A training step within a context; returns [its loss]."""
+    with context():
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+    return [loss.detach()]
+
+
+def losses_differ(returned):
+    stock, ours = returned["stock"][0].item(), returned["ours"][0].item()
+    if not abs(stock - ours) < MOST:  # a NaN is not, either
+        return f"losses differ: stock {stock}, ours {ours}"
+
+
+def measure_llamas(nf4, runs, device, rounds=100):
     rows = []
     for name, config, sequences, length in runs:
+        gc.collect()  # else the last model counts among this one's bytes
         model = build(config, device)
-        adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(adapters, lr=0.0)  # so each step is the first
+        optimizer = torch.optim.AdamW(adapters_of(model), lr=0.0)  # so each step is the first
         ids = torch.randint(config.vocab_size, (sequences, length), device=device)
-        times = {who: [] for who in contexts}
-        for i_round in range(-2, rounds):
-            losses = {}
-            for who in random.sample(list(contexts), len(contexts)):
-                with contexts[who]():
-                    losses[who], ms = timed_step(model, optimizer, ids)
-                if i_round >= 0:  # else it warms up
-                    times[who].append(ms)
-            if not abs(losses["stock"] - losses["ours"]) < MOST:
-                raise SystemExit(f"{name}: nothing was written, as losses differ: {losses}")
-        for who, ms in times.items():
-            row = {"model": name, "tokens": f"{sequences} x {length}", "who": who}
-            rows.append(row | {"ms": statistics.median(ms)})
+        steps = {
+            "stock": partial(train, model, optimizer, ids, contextlib.nullcontext),
+            "ours": partial(train, model, optimizer, ids, nf4.in_bitsandbytes),
+        }
+        rows += measured(name, f"{sequences} x {length}", steps, losses_differ, rounds)
+        del model, optimizer, steps
     return rows
+
+
+def rows_of_mlps():
+    """measure_mlps' of MLPS, in a process of its own: Unsloth changes transformers and peft."""
+    command = "import unsloth, training; training.write_rows_of_mlps()"
+    paths = [str(ROOT / "tools"), *sys.path]
+    environment = os.environ | {"PYTHONPATH": ":".join(paths), "UNSLOTH_DISABLE_STATISTICS": "1"}
+    with tempfile.TemporaryDirectory() as folder:  # Unsloth writes files where it runs, too
+        if subprocess.call([sys.executable, "-c", command], cwd=folder, env=environment):
+            raise SystemExit("Unsloth's MLPs failed, see above: nothing was written.")
+        return json.loads((Path(folder) / "rows.json").read_text())
+
+
+def write_rows_of_mlps():
+    rows = measure_mlps(helpers.load(), MLPS, "cuda")
+    Path("rows.json").write_text(json.dumps(rows))
+
+
+def measure_mlps(nf4, runs, device, rounds=200):
+    import unsloth.kernels.utils as utils
+
+    functions = dequantizations(nf4)
+    rows = []
+    for hidden, intermediate, length in runs:
+        sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
+        config = LlamaConfig(vocab_size=512, num_hidden_layers=1, **sizes)
+        mlp = build(config, device).get_submodule("base_model.model.model.layers.0.mlp")
+        gc.collect()  # the rest of the model, and the last MLP
+        getattr(utils, "_SCRATCH", {}).clear()  # Unsloth's buffer, which ours does not need
+        x = torch.randn(1, length, hidden, device=device, dtype=torch.bfloat16)
+        grad = torch.randn_like(x)
+        steps = {who: partial(run_mlp, mlp, x, grad, each) for who, each in functions.items()}
+        name = f"Unsloth's LoRA MLP, {hidden} x {intermediate}"
+        rows += measured(name, f"1 x {length}", steps, partial(bits_differ, nf4), rounds)
+        del mlp, steps
+    return rows
+
+
+def dequantizations(nf4):
+    """{who: fast_dequantize}: Unsloth's own, and the one that README's lines put in its place."""
+    import unsloth.kernels.utils as utils
+
+    stock = utils.fast_dequantize
+    readme = (ROOT / "README.md").read_text()
+    (lines,) = re.findall(r"```python\n(import unsloth.*?)```", readme, re.S)
+    exec(lines, {"nf4_triton": nf4})
+    return {"stock": stock, "ours": utils.fast_dequantize}
+
+
+def run_mlp(mlp, x, grad, fast_dequantize):
+    """[its output, the gradient of x, those of its adapters], by this dequantization."""
+    import unsloth.kernels.fast_lora as fast_lora
+    import unsloth.kernels.utils as utils
+
+    utils.fast_dequantize = fast_dequantize
+    fast_lora.fast_dequantize = fast_dequantize
+    leaves = [x.detach().requires_grad_(), *adapters_of(mlp)]
+    out = fast_lora.apply_lora_mlp_swiglu(mlp, leaves[0], inplace=False)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def bits_differ(nf4, returned):
+    differing = 0
+    for stock, ours in zip(returned["stock"], returned["ours"], strict=True):
+        differing += nf4.bits_differing(stock, ours)
+        if not stock.isfinite().all():  # then the right bits would say little
+            return "an output or a gradient is not finite"
+    if differing:
+        return f"{differing} values of output and gradients differ in their bits"
 
 
 def main():
     if not torch.cuda.is_available():
         raise SystemExit("Training steps are timed on a GPU, and there is none here.")
+    if importlib.util.find_spec("unsloth") is None:
+        raise SystemExit("Unsloth's MLP is timed, too: install unsloth first.")
     found = {"gpu": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
-    packages = "torch triton bitsandbytes transformers peft".split()
-    found["versions"] = {package: version(package) for package in packages}
-    found["rows"] = measure(helpers.load(), RUNS, "cuda")
+    found["versions"] = {package: version(package) for package in PACKAGES}
+    found["rows"] = measure_llamas(helpers.load(), LLAMAS, "cuda")
+    gc.collect()
+    torch.cuda.empty_cache()  # for the other process
+    found["rows"] += rows_of_mlps()
     helpers.write_json(ROOT / "results" / "training.json", found)
 
 
