@@ -11,7 +11,6 @@ import sanitize
 import t4
 import torch
 import training
-from transformers import LlamaConfig
 
 
 def record(**other):
@@ -53,7 +52,7 @@ def test_a_wrong_step_of_the_ladder_is_found(nf4, device, monkeypatch):
 
 def test_a_llama_is_trained_both_ways_and_their_losses_compared(nf4, device, monkeypatch):
     tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
-    runs = [("tiny", LlamaConfig(vocab_size=512, num_attention_heads=2, **tiny), 1, 64)]
+    runs = [("tiny", tiny, 1, 64)]
     rows = training.measure_llamas(nf4, runs, device, rounds=2)
     assert [row["who"] for row in rows] == ["stock", "ours"]
     for row in rows:
@@ -70,7 +69,7 @@ def unsloth(nf4, monkeypatch):
     """Stands for the modules of Unsloth that README's lines change; it needs a GPU."""
     utils = types.ModuleType("unsloth.kernels.utils")
     fast_lora = types.ModuleType("unsloth.kernels.fast_lora")
-    used = []  # the functions by which was dequantized
+    used = []  # the function of each dequantization
 
     def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
         return nf4.spec(W, quant_state)
@@ -80,9 +79,8 @@ def unsloth(nf4, monkeypatch):
         used.append(kernels.fast_dequantize)
         how = {"use_global_buffer": True, "dtype": x.dtype}
         matrix = kernels.fast_dequantize(weight, weight.quant_state, **how)
-        return (
-            x @ matrix.t() + layer.lora_B["default"](layer.lora_A["default"](x.float())).bfloat16()
-        )
+        adapted = layer.lora_B["default"](layer.lora_A["default"](x.float()))
+        return x @ matrix.t() + adapted.bfloat16()
 
     def apply_lora_mlp_swiglu(mlp, x, inplace=True):
         assert not inplace
@@ -100,13 +98,19 @@ def unsloth(nf4, monkeypatch):
     return used
 
 
-def test_unsloths_mlp_is_run_both_ways_and_its_bits_compared(nf4, device, monkeypatch, unsloth):
+def test_unsloths_mlp_is_run_both_ways_and_its_bits_compared(nf4, device, unsloth):
     runs = [(64, 128, 64), (64, 256, 64)]
     rows = training.measure_mlps(nf4, runs, device, rounds=2)
     assert [row["who"] for row in rows] == ["stock", "ours", "stock", "ours"]
     assert rows[3]["model"] == "Unsloth's LoRA MLP, 64 x 256" and rows[3]["tokens"] == "1 x 64"
     n_calls = [unsloth.count(function) for function in set(unsloth)]
     assert n_calls == [30, 30]  # 3 of an MLP, in 5 steps, of 2 runs
+
+
+def test_wrong_bits_in_unsloths_mlp_are_found(nf4, device, monkeypatch, unsloth):
+    monkeypatch.setattr(nf4, "dequantize_nf4", lambda weight, state: -nf4.spec(weight, state))
+    with pytest.raises(SystemExit, match="nothing was written, as [0-9]+ values of output and"):
+        training.measure_mlps(nf4, [(64, 128, 64)], device, rounds=2)
 
 
 def test_the_estimate_is_what_is_worked_out_by_hand(tmp_path):

@@ -38,11 +38,9 @@ BYTE_BY_BYTE = """
     index = start * 2 + tl.arange(0, BYTES * 2)
     tl.store(out_ptr + index, weights, mask=index < n_weights)
 """
-BY_LOADS = (  # (text, replacement) pairs
-    (
-        'f"shfl.sync.idx.b32 ${i}, entry, shifted, {half_warp}, -1;"',
-        'f"and.b32 lane, shifted, 15; mad.wide.u32 at, lane, 4, $9; ld.global.nc.b32 ${i}, [at];"',
-    ),
+BY_LOADS = (  # (a text of the notebook, its replacement), like each of NO_POLICY
+    'f"shfl.sync.idx.b32 ${i}, entry, shifted, {half_warp}, -1;"',
+    'f"and.b32 lane, shifted, 15; mad.wide.u32 at, lane, 4, $9; ld.global.nc.b32 ${i}, [at];"',
 )
 LOAD_OF_WHOLE = """if WHOLE:  # at compile time: no branch is left
             word = tl.load(word_ptr + step * WORDS, eviction_policy="evict_first")"""
@@ -60,8 +58,7 @@ def edited(name, *edits, **names):
     """The notebook's definitions, edited, with other values of some names."""
     module = helpers.load(f"ladder_{name}", *edits)
     module.SHUFFLES = tl.constexpr(True)  # in the interpreter, too
-    for each, value in names.items():
-        setattr(module, each, value)
+    vars(module).update(names)
     return module
 
 
@@ -104,7 +101,7 @@ LADDER = [  # (step, what it taught, the notebook's definitions so changed); fiv
     ("bytes, chain of 15 selects", "the naive start", by_bytes(chain)),
     ("bytes, tree of 15 selects", "fewer selects in a row", by_bytes(tree)),
     ("bytes, the code by loads", "a cache is a table", by_bytes(loads)),
-    ("words, the code by loads", "one scale, eight weights", edited("words", *BY_LOADS)),
+    ("words, the code by loads", "one scale, eight weights", edited("words", BY_LOADS)),
     ("words, the code by shuffles: ours", "the warp is a table", OURS),
     ("no eviction policy", "", edited("no_policy", *NO_POLICY)),
     ("one step, not two", "", edited("one_step", STEPS_OF={2: 1})),

@@ -26,17 +26,8 @@ OPTIONS = (
     "--kernel-name=kns=_dequantize_nf4_kernel",
     "--target-processes=application-only",  # not the compilers that Triton starts
 )
-RUNS = (  # (compute-sanitizer's tool, which launches it watches)
-    ("memcheck", "right"),
-    ("racecheck", "right"),
-    ("initcheck", "right"),
-    ("memcheck", "broken"),
-    ("initcheck", "broken"),
-)
-
-
-def equal_on_cpu(x, y):
-    return x.cpu().equal(y.cpu())
+RUNS = [(tool, "right") for tool in ("memcheck", "racecheck", "initcheck")]
+RUNS += [("memcheck", "broken"), ("initcheck", "broken")]
 
 
 def run_right(nf4):
@@ -84,18 +75,15 @@ def watch(tool, launches):
 def main(arguments):
     if not (torch.cuda.is_available() and os.path.exists(SANITIZER)):
         raise SystemExit("This needs an NVIDIA GPU and, of the CUDA toolkit, compute-sanitizer.")
-    match arguments:
-        case []:
-            os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # else tensors have neighbours
-            if not all(ThreadPool().starmap(watch, RUNS)):
-                raise SystemExit("not all is as expected, see above")
-        case ["right"]:  # in a process that is watched, like the next
-            torch.equal = equal_on_cpu
-            run_right(helpers.load())
-        case ["broken"]:
-            run_broken(helpers.load())
-        case _:
-            raise SystemExit(__doc__)
+    if arguments == ["right"]:  # in a process that is watched, like the next
+        torch.equal = lambda x, y: x.cpu().equal(y.cpu())
+        run_right(helpers.load())
+    elif arguments == ["broken"]:
+        run_broken(helpers.load())
+    else:
+        os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # else tensors have neighbours
+        if not all(ThreadPool().starmap(watch, RUNS)):
+            raise SystemExit("not all is as expected, see above")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def compile_for(nf4, dtype, absmax="nested", tensor="whole"):
     weight = torch.empty(-(-out.numel() // 2), dtype=torch.uint8)
     byte, number = torch.empty(0, dtype=torch.uint8), torch.empty(0)
     if absmax == "nested":
-        tensors, blocksize2 = (weight, byte, number, number, number, number), 256
+        tensors, blocksize2 = (weight, byte, *[number] * 4), 256
     else:
         tensors, blocksize2 = (weight, number, number), 0
     _, arguments, options = nf4.launch_of(out, tensors, (shape, dtype, 64, blocksize2))
@@ -113,8 +113,10 @@ def main():
             if done.returncode:
                 raise SystemExit(f"Triton {version} failed, see above: nothing was written.")
             found += json.loads(done.stdout.splitlines()[-1])  # Triton prints there, too
-        return helpers.write_json(ROOT / "results" / "sm_75.json", found)
-    nf4, rows = helpers.load(), []
+        helpers.write_json(ROOT / "results" / "sm_75.json", found)
+        return
+    nf4 = helpers.load()
+    rows = []
     for dtype in helpers.DTYPES:
         for absmax, tensor in CASES:
             row = {"triton": triton.__version__, "dtype": str(dtype).removeprefix("torch.")}

@@ -176,10 +176,9 @@ def host_us(record):
             continue
         for (hd, m), call_us in zip(SHAPES, row["us"], strict=True):
             kernels = alone[dtype, f"{hd} x {m}", ""]
+            kernel_us = kernels["unsloth_us"] * MOVED[who] / FUSED
             if who == "ours":
                 kernel_us = kernels["ours_us"]
-            else:
-                kernel_us = kernels["unsloth_us"] * MOVED[who] / FUSED
             beyond[who].append(call_us - kernel_us)
     return {who: statistics.mean(us) for who, us in beyond.items()}
 

@@ -15,7 +15,6 @@ The two take turns, in a new random order each round. Nothing is written unless 
 import contextlib
 import datetime
 import gc
-import importlib.util
 import json
 import os
 import random
@@ -40,22 +39,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import helpers  # noqa: E402
 
-SMALL = LlamaConfig(
-    vocab_size=512,
-    hidden_size=1024,
-    intermediate_size=2816,
-    num_hidden_layers=4,
-    num_attention_heads=16,
-)
-LLAMA_8B = LlamaConfig(
-    vocab_size=512,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=2,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-)
-LLAMAS = (  # (model, its configuration, sequences, tokens of each)
+SMALL = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
+SMALL["num_attention_heads"] = 16
+LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2}
+LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMAS = (  # (model, its sizes, sequences, tokens of each)
     ("4 layers of 1024 x 2816, LoRA", SMALL, 4, 256),
     ("4 layers of 1024 x 2816, LoRA", SMALL, 1, 64),
     ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 2, 1024),
@@ -67,7 +55,7 @@ MLPS = ((1024, 4096, 64), (1024, 4096, 512), (4096, 14336, 256), (4096, 14336, 2
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft")
 MOST = 0.02  # by which losses may differ: bf16 is rounded to three digits, in another order
-WARM_UP = 3  # steps; the second is the first by a plan, and the trial of that needs more memory
+WARM_UP = 3  # steps; the first makes plans, and to try them takes memory
 
 
 def build(config, device):
@@ -149,8 +137,9 @@ def losses_differ(returned):
 
 def measure_llamas(nf4, runs, device, rounds=100):
     rows = []
-    for name, config, sequences, length in runs:
+    for name, sizes, sequences, length in runs:
         gc.collect()  # else the last model counts among this one's bytes
+        config = LlamaConfig(vocab_size=512, **sizes)
         model = build(config, device)
         optimizer = torch.optim.AdamW(adapters_of(model), lr=0.0)  # so each step is the first
         ids = torch.randint(config.vocab_size, (sequences, length), device=device)
@@ -182,7 +171,11 @@ def write_rows_of_mlps():
 def measure_mlps(nf4, runs, device, rounds=200):
     import unsloth.kernels.utils as utils
 
-    functions = dequantizations(nf4)
+    functions = {"stock": utils.fast_dequantize}
+    readme = (ROOT / "README.md").read_text()
+    (lines,) = re.findall(r"```python\n(import unsloth.*?)```", readme, re.S)
+    exec(lines, {"nf4_triton": nf4})
+    functions["ours"] = utils.fast_dequantize
     rows = []
     for hidden, intermediate, length in runs:
         sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
@@ -197,17 +190,6 @@ def measure_mlps(nf4, runs, device, rounds=200):
         rows += measured(name, f"1 x {length}", steps, partial(bits_differ, nf4), rounds)
         del mlp, steps
     return rows
-
-
-def dequantizations(nf4):
-    """{who: fast_dequantize}: Unsloth's own, and the one that README's lines put in its place."""
-    import unsloth.kernels.utils as utils
-
-    stock = utils.fast_dequantize
-    readme = (ROOT / "README.md").read_text()
-    (lines,) = re.findall(r"```python\n(import unsloth.*?)```", readme, re.S)
-    exec(lines, {"nf4_triton": nf4})
-    return {"stock": stock, "ours": utils.fast_dequantize}
 
 
 def run_mlp(mlp, x, grad, fast_dequantize):
@@ -226,8 +208,7 @@ def bits_differ(nf4, returned):
     differing = 0
     for stock, ours in zip(returned["stock"], returned["ours"], strict=True):
         differing += nf4.bits_differing(stock, ours)
-        if not stock.isfinite().all():  # then the right bits would say little
-            return "an output or a gradient is not finite"
+        assert stock.isfinite().all(), "equal bits of what is not finite say little"
     if differing:
         return f"{differing} values of output and gradients differ in their bits"
 
@@ -235,13 +216,9 @@ def bits_differ(nf4, returned):
 def main():
     if not torch.cuda.is_available():
         raise SystemExit("Training steps are timed on a GPU, and there is none here.")
-    if importlib.util.find_spec("unsloth") is None:
-        raise SystemExit("Unsloth's MLP is timed, too: install unsloth first.")
     found = {"gpu": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
     found["versions"] = {package: version(package) for package in PACKAGES}
     found["rows"] = measure_llamas(helpers.load(), LLAMAS, "cuda")
-    gc.collect()
-    torch.cuda.empty_cache()  # for the other process
     found["rows"] += rows_of_mlps()
     helpers.write_json(ROOT / "results" / "training.json", found)
 
