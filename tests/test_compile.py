@@ -179,7 +179,7 @@ def test_selective_checkpointing(planned):
 
 EDITS = {  # {what is edited: (a cell, text there, its replacement, cells that run again)}
     "the kernel": ("kernel", "+ offset", "- offset", ["kernel"]),
-    "a helper": ("helpers", "return a * b", "return a * b * 2", ["helpers", "kernel"]),
+    "a helper": ("helpers", "return x.to(DTYPE)", "return -x.to(DTYPE)", ["helpers", "kernel"]),
     "the assembly": ("lookup", "(4, 0, 12, 8,", "(0, 4, 12, 8,", ["lookup", "kernel"]),
     "the launch": ("operator", "WARPS = 4 ", "WARPS = 2 ", ["operator"]),
     "the operator": ("operator", "keep_plan(tensors, kind, out)", "out.neg_()", ["operator"]),
@@ -251,15 +251,16 @@ def test_another_module_of_the_notebook_takes_over(nf4, device, monkeypatch):
 
 
 class Frozen(torch.nn.Module):
-    """A layer whose packed weight and tables are constants of the graph."""
+    """A layer whose packed weight and tables become constants of the graph."""
 
     def __init__(self, nf4, device, nested):
         super().__init__()
-        self.nf4 = nf4
-        self.layer = bnb.nn.Linear4bit(64, 32, False, torch.float32, nested, "nf4").to(device)
+        self.dequantize = nf4.dequantize_nf4
+        weight, self.quant_state = nf4.quantized((32, 64), torch.float32, device, nested=nested)
+        self.register_buffer("weight", weight)
 
     def forward(self, x):
-        return x @ self.nf4.your_dequantize_nf4(self.layer).t()
+        return x @ self.dequantize(self.weight, self.quant_state).t()
 
 
 @pytest.mark.parametrize("nested", [True, False])

@@ -19,7 +19,15 @@ import helpers
 import pytest
 import torch
 import training
-from bitsandbytes.functional import quantize_4bit
+from bitsandbytes.functional import (
+    _convert_weight_packed_for_cpu as packed_for_cpu,
+)
+from bitsandbytes.functional import (
+    _convert_weight_packed_for_cpu_inverse as unpacked_for_gpu,
+)
+from bitsandbytes.functional import (
+    quantize_4bit,
+)
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
@@ -94,6 +102,65 @@ def test_what_in_bitsandbytes_leaves_as_it_is(nf4, device):
     assert nf4.bits_differing(out, theirs(x, weight.t(), state)) == 0
 
 
+def frozen_layer(nf4, device):
+    layer = bnb.nn.Linear4bit(64, 32, False, torch.float32, True, "nf4").to(device)
+    return layer.requires_grad_(False), nf4.your_dequantize_nf4(layer)
+
+
+def test_where_nothing_wants_a_gradient_it_is_a_plain_product(nf4, device):
+    """So torch.func takes a frozen layer, as it takes bitsandbytes' own."""
+    layer, weight = frozen_layer(nf4, device)
+    x = torch.randn(5, 3, 64, device=device)
+    with nf4.in_bitsandbytes(fewest=1):
+        torch.testing.assert_close(torch.func.vmap(layer)(x), x @ weight.t())
+        scale = torch.tensor(2.0, device=device)
+        got = torch.func.grad(lambda scale: (layer(x) * scale).sum())(scale)
+        torch.testing.assert_close(got, (x @ weight.t()).sum())
+        with torch.no_grad():
+            assert not layer(x.clone().requires_grad_()).requires_grad
+
+
+def test_contexts_may_overlap_and_be_entered_again(nf4, device):
+    theirs = bnb.matmul_4bit
+    first, second = nf4.in_bitsandbytes(), nf4.in_bitsandbytes(fewest=1)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert bnb.matmul_4bit is nf4.matmul_4bit
+    with second:
+        pass
+    second.__exit__(None, None, None)
+    assert bnb.matmul_4bit is theirs
+
+
+class Product(torch.nn.Module):
+    """A frozen layer whose packed weight is a buffer, which torch.export takes."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.register_buffer("weight", layer.weight.data)
+        self.quant_state = layer.weight.quant_state
+
+    def forward(self, x):
+        return bnb.matmul_4bit(x, self.weight.t(), self.quant_state)
+
+
+def test_a_compiler_need_not_know_how_many_tokens_come(nf4, device):
+    """No size is guarded: programs of dynamic shapes compile and are exported as without us."""
+    layer, weight = frozen_layer(nf4, device)
+    module = Product(layer)
+    function = torch.compile(module, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    with nf4.in_bitsandbytes():
+        for n_tokens in (100, 30):
+            x = torch.randn(n_tokens, 64, device=device)
+            torch._dynamo.mark_dynamic(x, 0)
+            with torch._dynamo.config.patch(error_on_recompile=n_tokens == 30):
+                torch.testing.assert_close(function(x), x @ weight.t())
+        sizes = {0: torch.export.Dim("n_tokens", min=2, max=4096)}
+        program = torch.export.export(module, (x,), dynamic_shapes=(sizes,))
+        torch.testing.assert_close(program.module()(x[:9]), x[:9] @ weight.t())
+
+
 def llama(device, folder):
     """A tiny one of random weights, as transformers loads it in 4 bits."""
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
@@ -156,6 +223,11 @@ def test_training_by_transformers_and_peft(nf4, device, world, tmp_path, checkpo
             assert n_differing(nf4, trained(model, ids), wanted) > 0, "wrong bits go unnoticed"
 
 
+def lines_for_unsloth():
+    readme = (helpers.ROOT / "README.md").read_text()
+    return re.search(r"```python\n(import unsloth.*?)```", readme, re.S)[1]
+
+
 def train_by_unsloth():
     """Unsloth's fused MLP by its own dequantization, by ours as the README says, and by a wrong."""
     import unsloth.kernels.fast_lora as fast_lora
@@ -173,12 +245,10 @@ def train_by_unsloth():
         return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
     wanted = results()
-    readme = (helpers.ROOT / "README.md").read_text()
-    (lines,) = re.findall(r"```python\n(import unsloth.*?)```", readme, re.S)
     for is_right in (True, False):
         function = nf4.dequantize_nf4 if is_right else one_bit_off(nf4.dequantize_nf4)
         ours = mock.Mock(wraps=function)
-        exec(lines, {"nf4_triton": mock.Mock(dequantize_nf4=ours)})
+        exec(lines_for_unsloth(), {"nf4_triton": mock.Mock(dequantize_nf4=ours)})
         differing = n_differing(nf4, results(), wanted)
         assert (differing == 0) == is_right, f"{differing} differ where it is right: {is_right}"
         assert ours.call_count >= 5, f"called {ours.call_count} times"
@@ -195,6 +265,53 @@ def test_training_by_unsloth(tmp_path):
     how = {"env": os.environ | environment, "capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run([sys.executable, "-c", command], **how)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_the_readmes_lines_leave_what_is_not_nf4_to_unsloth(nf4, device, monkeypatch):
+    theirs = mock.Mock(return_value="theirs")
+    utils, fast_lora = mock.Mock(fast_dequantize=theirs), mock.Mock(fast_dequantize=theirs)
+    kernels = mock.Mock(utils=utils, fast_lora=fast_lora)
+    monkeypatch.setitem(sys.modules, "unsloth", mock.Mock(kernels=kernels))
+    monkeypatch.setitem(sys.modules, "unsloth.kernels", kernels)
+    monkeypatch.setitem(sys.modules, "unsloth.kernels.utils", utils)
+    monkeypatch.setitem(sys.modules, "unsloth.kernels.fast_lora", fast_lora)
+    exec(lines_for_unsloth(), {"nf4_triton": nf4})
+    assert utils.fast_dequantize is fast_lora.fast_dequantize is not theirs
+    weight, state = nf4.quantized((32, 64), torch.float16, device)
+    want = nf4.spec(weight, state)
+    for given in ((weight, state), (weight, state, None), (weight, state, None, True)):
+        out = utils.fast_dequantize(*given, dtype=torch.float16)
+        assert nf4.bits_differing(out, want) == 0
+    assert not theirs.called
+    fp4 = copy.copy(state)
+    fp4.quant_type = "fp4"
+    for given in ((weight,), (weight, None), (weight, fp4), (weight, [1, 2]), (weight, weight)):
+        assert utils.fast_dequantize(*given) == "theirs"
+    assert utils.fast_dequantize(weight, state, out=want, use_global_buffer=True) == "theirs"
+    theirs.assert_called_with(weight, state, want, use_global_buffer=True)
+
+
+def test_the_output_of_a_first_call_may_be_written_to(planned):
+    """Of a weight passed as [1, n], too; as of any later call."""
+    layer = planned.made(dtype=torch.float32)
+    more = torch.ones(64, 32, device=planned.device, requires_grad=True)
+    for _ in range(3):
+        out = planned.nf4.dequantize_nf4(layer.weight.t(), layer.quant_state)
+        want = planned.nf4.spec(layer.weight, layer.quant_state).t() + more
+        torch.testing.assert_close(out.add_(more), want, rtol=0, atol=0)
+
+
+def test_a_weight_that_came_back_from_a_cpu(nf4, device):
+    """What is said mends it: bitsandbytes' way back rounds absmax to fp16, and ours would not."""
+    weight, state = nf4.quantized((64, 64), torch.float16, "cpu")
+    weight, state = unpacked_for_gpu(*packed_for_cpu(weight, state))
+    weight = weight.to(device)
+    state.to(device)
+    with pytest.raises(ValueError, match="set (quant_state.*)$") as caught:
+        nf4.dequantize_nf4(weight, state)
+    exec(str(caught.value).rpartition(" set ")[2], {"quant_state": state, "torch": torch})
+    out = nf4.dequantize_nf4(weight, state)
+    assert nf4.bits_differing(out, helpers.expected(weight, state)) == 0
 
 
 def pickled(layer):
