@@ -69,10 +69,10 @@ BY_READ = {
     "no shape": Fault("4-bit weight", state("shape", to(None)), TypeError),
     "no fields in state2": Fault("4-bit weight", state("state2", to(SimpleNamespace())), TypeError),
     "state2.dtype": Fault(
-        "got torch.float16: .* set quant_state.state2.dtype",
+        "got torch.float16 .* set quant_state.state2.dtype",
         state("state2.dtype", to(torch.float16)),
     ),
-    "state2.blocksize 0": Fault("got state2.blocksize 0", state("state2.blocksize", to(0))),
+    "state2.blocksize 0": Fault("in blocks of 0", state("state2.blocksize", to(0))),
 }
 BY_CHECK = {
     "no weight": Fault("the weight must be .* got None", weight(to(None))),

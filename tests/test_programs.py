@@ -120,19 +120,6 @@ def test_where_nothing_wants_a_gradient_it_is_a_plain_product(nf4, device):
             assert not layer(x.clone().requires_grad_()).requires_grad
 
 
-def test_contexts_may_overlap_and_be_entered_again(nf4, device):
-    theirs = bnb.matmul_4bit
-    first, second = nf4.in_bitsandbytes(), nf4.in_bitsandbytes(fewest=1)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert bnb.matmul_4bit is nf4.matmul_4bit
-    with second:
-        pass
-    second.__exit__(None, None, None)
-    assert bnb.matmul_4bit is theirs
-
-
 class Product(torch.nn.Module):
     """A frozen layer whose packed weight is a buffer, which torch.export takes."""
 

@@ -1,12 +1,14 @@
 """Takes a run of the notebook in, and writes the generated blocks of the notebook and the README.
 
-    .venv/bin/python tools/record.py run    the run in run/ that README's line left there
-    .venv/bin/python tools/record.py        the blocks alone, from what stands in results/
+    .venv/bin/python tools/record.py run      the run in run/ that README's commands left there
+    .venv/bin/python tools/record.py          the blocks alone, from what stands in results/
+    .venv/bin/python tools/record.py check    whether outputs and record are of the code as it is
 
 A block lies between <!-- NAME:start --> and <!-- NAME:end -->. results/runs.json lists all runs;
 the latest is shown. Where anything speaks against a run, it is said, and nothing changes.
 """
 
+import ast
 import hashlib
 import json
 import re
@@ -22,16 +24,18 @@ RESULTS = ROOT / "results"
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "mix": "mix"}
 BASELINES = {
     "unsloth": "today's Unsloth ({unsloth})",
+    "unsloth_buffer": "Unsloth into one buffer, its way in training",
     "three_launches": "the three launches, Unsloth's older path",
     "peft": "PEFT ({peft})",
 }
-FIELDS = "gpu capability date cpu cores versions exact kernels calls official race compile".split()
-FIELDS += ["memory", "score"]
+FIELDS = ("gpu", "capability", "date", "cpu", "cores", "versions", "exact", "kernels", "official")
+FIELDS += ("race", "compile", "memory", "score", "seconds")
 PROGRESS = re.compile(r"\s*(race:.*)?", re.S)  # bars that have come to their end
+TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run"
 EXPECTED = """**What to expect: an estimate, not a measurement.** `test_dequantize` makes 9000
-calls. A call takes its bytes at a copy's speed on a T4, or at 90 % of it, plus what the host adds
-to a call here (the race's time less the kernel's) times one factor for Colab's slower host: the one
-with which the three launches take a published time."""
+calls. A call takes its bytes at a copy's speed on a T4, or at a share of it, plus what the host
+adds to a call here (the race's time less the kernel's) times one factor for Colab's slower host:
+the one with which the three launches take a published time."""
 DOUBT = "The published times come from two hosts that drift; no kernel like ours was timed on a T4."
 
 
@@ -50,19 +54,24 @@ def slug(gpu):
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower())
 
 
-def of_race(record, who, value="ratio"):
-    """{dtype: value} of a contender."""
-    return {row["dtype"]: row[value] for row in record["race"] if row["who"] == who}
+def of_race(record, who):
+    """{dtype: ratio} of a contender."""
+    return {row["dtype"]: row["ratio"] for row in record["race"] if row["who"] == who}
 
 
 # The blocks.
 
 
-def markdown(table):
+def markdown(rows):
     """Numbers, which are texts already, stand at the right, words at the left."""
-    words = ("step", "speedup over", "idea")
+    table = pd.DataFrame(rows)
+    words = ("step", "speedup over", "idea", "a training step of")
     sides = ["left" if column in words else "right" for column in table]
     return table.to_markdown(index=False, disable_numparse=True, colalign=sides)
+
+
+def from_to(values, digits=2):
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
 
 
 def record_block(record, runs, t4, tests):
@@ -70,49 +79,47 @@ def record_block(record, runs, t4, tests):
     for who, label in BASELINES.items():
         if ratios := of_race(record, who):  # not every machine has every contender
             row = {"speedup over": label.format(**record["versions"])}
-            rows.append(row | {short: f"{ratios[dtype]:.2f}" for dtype, short in DTYPES.items()})
-    table = markdown(pd.DataFrame(rows))
+            for dtype, short in DTYPES.items():
+                row[short] = f"{ratios[dtype]:.2f}"
+            others = [run["ratios"][who]["mix"] for run in runs if who in run["ratios"]]
+            rows.append(row | {f"mix in all {len(runs)} runs": from_to(others)})
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
     exact = "{checked:,} weights compared bit for bit, {differing} differ".format(**record["exact"])
-    lines = [table, f"**{origin}.** {exact}."]
+    line = f"**{origin}.** {exact}. *Run all* took {record['seconds'] / 60:.0f} minutes."
     if tests:
-        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed."
-        lines[-1] += text.format(**tests)
-    others = [run["ratios"]["unsloth"]["mix"] for run in runs]
-    low, high = of_race(record, "unsloth", "low")["mix"], of_race(record, "unsloth", "high")["mix"]
-    if min(others) < low or max(others) > high:
-        spread = f"{min(others):.2f} to {max(others):.2f} times today's Unsloth in the mix"
-        lines.append(f"Hosts differ: {len(runs)} runs gave {spread} (`results/runs.json`).")
+        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped."
+        line += text.format(**tests)
+    paragraphs = [markdown(rows), line]
     if t4 and "T4" not in record["gpu"]:
-        over = [row["over_unsloth"] for row in t4["estimate"]]
-        older = [row["over_three_launches"] for row in t4["estimate"]]
-        lines.append(
+        over = from_to([row["over_unsloth"] for row in t4["estimate"]])
+        older = from_to([row["over_three_launches"] for row in t4["estimate"]])
+        paragraphs.append(
             "**No time has been measured on a Tesla T4**: we had none. Our estimate there is "
-            f"{min(over):.2f} to {max(over):.2f} times today's Unsloth, where the challenge asks "
-            f"for 1.15, and {min(older):.2f} to {max(older):.2f} times the three launches."
+            f"{over} times today's Unsloth, where the challenge asks for 1.15, and {older} times "
+            "the three launches."
         )
-    return "\n\n".join(lines)
+    return "\n\n".join(paragraphs)
 
 
 def ladder_block(ladder, variants):
     """The steps up to ours, or ours and its variants, which follow it."""
-    frame = pd.DataFrame(ladder["rows"])
-    frame["speed"] = (100 * frame.copy_us / frame.us).map("{:.0f}".format)
-    frame["instructions"] = frame.instructions_per_weight.map("{:.1f}".format)
-    wide = frame.pivot(index="step", columns="dtype")[["speed", "instructions"]]
-    steps = list(dict.fromkeys(frame.step))
-    ours = next(i for i, step in enumerate(steps) if step.endswith("ours"))
-    steps = steps[ours:] if variants else steps[: ours + 1]
-    table = pd.DataFrame({"step": steps})
-    for column, title in (("speed", "% of a copy's speed"), ("instructions", "T4 instructions")):
-        for dtype in ("float16", "bfloat16"):
-            values = wide[column, dtype].reindex(steps).fillna("").tolist()
-            table[f"{title}, {DTYPES[dtype]}"] = values
+    steps = list(dict.fromkeys(row["step"] for row in ladder["rows"]))
+    ours = steps.index(next(step for step in steps if step.endswith("ours")))
+    rows = {}
+    for step in steps[ours:] if variants else steps[: ours + 1]:
+        rows[step] = {"step": step}
+    shown = [row for row in ladder["rows"] if row["step"] in rows]
+    for row in shown:
+        speed = f"{100 * row['copy_us'] / row['us']:.0f}"
+        rows[row["step"]][f"% of a copy's speed, {DTYPES[row['dtype']]}"] = speed
+    for row in shown:
+        instructions = f"{row['instructions_per_weight']:.1f}"
+        rows[row["step"]][f"T4 instructions, {DTYPES[row['dtype']]}"] = instructions
     if not variants:
-        taught = frame.drop_duplicates("step").set_index("step").taught
-        table["idea"] = taught[steps].tolist()
+        for row in shown:
+            rows[row["step"]]["idea"] = row["taught"]
     where = f"4096 x 14336 weights, {ladder['gpu']}, {ladder['date']}."
-    return f"{markdown(table)}\n\n{where}"
+    return f"{markdown(rows.values())}\n\n{where}"
 
 
 def t4_block(t4):
@@ -125,25 +132,36 @@ def t4_block(t4):
         line["ours, s"] = f"{row['ours_s']:.2f}"
         line["over Unsloth"] = f"{row['over_unsloth']:.2f}"
         rows.append(line | {"over three launches": f"{row['over_three_launches']:.2f}"})
-    table = markdown(pd.DataFrame(rows))
-    reached = sum(row["over_unsloth"] >= 1.15 for row in t4["estimate"])
-    reached = f"Rows that reach 1.15 over today's Unsloth: {reached} of {len(rows)}."
+    reached = [row for row in t4["estimate"] if row["over_unsloth"] >= 1.15]
+    count = f"Rows that reach 1.15 over today's Unsloth: {len(reached)} of {len(rows)}."
     sources = [f"[{each['what']}]({each['url']}): {each['value']:g}" for each in t4["sources"]]
-    paragraphs = [EXPECTED, table, f"{DOUBT} {reached}", f"Sources: {'; '.join(sources)}."]
+    paragraphs = [EXPECTED, markdown(rows), f"{DOUBT} {count}", f"Sources: {'; '.join(sources)}."]
     return "\n\n".join(paragraphs)
 
 
+def training_block(training):
+    rows = {}
+    for row in training["rows"]:
+        line = rows.setdefault((row["model"], row["tokens"]), {"a training step of": row["model"]})
+        line["tokens"] = row["tokens"]
+        line[f"{row['who']}, ms"] = f"{row['ms']:.2f}"
+        line[f"{row['who']}, GB"] = f"{row['peak_bytes'] / 1e9:.2f}"
+    return f"{markdown(rows.values())}\n\n{training['gpu']}, {training['date']}."
+
+
 def blocks():
-    """{name: text} of what can be written from results/."""
-    record, t4, ladder = shown_record(), stored("t4"), stored("ladder")
-    found = {}
+    """{name: what stands in results/ for it}."""
+    found, record = {}, shown_record()
+    ladder, t4, training = stored("ladder"), stored("t4"), stored("training")
     if record:
         found["record"] = record_block(record, stored("runs"), t4, stored("tests"))
     if ladder:
         found["ladder"] = ladder_block(ladder, variants=False)
         found["variants"] = ladder_block(ladder, variants=True)
-    if t4 and record:
-        found["t4"] = t4_block(t4) if "T4" not in record["gpu"] else "The race above is measured."
+    if t4:
+        found["t4"] = t4_block(t4)
+    if training:
+        found["training"] = training_block(training)
     return found
 
 
@@ -182,17 +200,24 @@ def code_cells(notebook):
 
 
 def code_hash(notebook):
-    """Says which code the outputs are of."""
-    sources = "\0".join(cell.source for cell in code_cells(notebook))
-    return hashlib.sha256(sources.encode()).hexdigest()[:16]
+    """Says which code the outputs are of; comments and layout do not count."""
+    trees = [ast.dump(ast.parse(cell.source)) for cell in code_cells(notebook)]
+    return hashlib.sha256("\0".join(trees).encode()).hexdigest()[:16]
+
+
+def check():
+    """Ends with a sentence unless outputs and record are of the code as it stands."""
+    notebook = nbformat.read(ROOT / "nf4_triton.ipynb", as_version=4)
+    if notebook.metadata.get("code") != code_hash(notebook):
+        raise SystemExit(f"code cells differ from those whose outputs and record stand: {TO_RUN}")
+    print("outputs and record are of the code as it stands")
 
 
 def objections(record, executed, notebook, pictures):
     """A sentence for all that speaks against taking this run in."""
-    done, cells = code_cells(executed), code_cells(notebook)
-    if [cell.source for cell in done] != [cell.source for cell in cells]:
+    if code_hash(executed) != code_hash(notebook):
         yield "its code differs from the repository's: run the notebook again"
-    for cell in done:
+    for cell in code_cells(executed):
         errors = [output for output in cell.outputs if output.output_type == "error"]
         if errors or not cell.execution_count:
             yield f"this cell was not run, or failed: {cell.source.splitlines()[0]}"
@@ -212,7 +237,7 @@ def objections(record, executed, notebook, pictures):
 def take(folder):
     paths = list((folder / "results").glob("*.json"))
     if len(paths) != 1 or not (folder / "nf4_triton.ipynb").exists():
-        raise SystemExit(f"expected nf4_triton.ipynb and one results/*.json in {folder}")
+        raise SystemExit(f"expected nf4_triton.ipynb and one results/*.json in {folder}: {TO_RUN}")
     try:
         record = json.loads(paths[0].read_text())
         executed = nbformat.read(folder / "nf4_triton.ipynb", as_version=4)
@@ -242,9 +267,18 @@ def take(folder):
     print(f"taken in: {record['gpu']}, {record['date']}; {len(stored('runs'))} runs are listed")
 
 
+def main(arguments):
+    match arguments:
+        case ["check"]:
+            check()
+        case []:
+            write_blocks()
+        case [folder]:
+            take(Path(folder).resolve())
+            write_blocks()
+        case _:
+            raise SystemExit(__doc__)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        raise SystemExit(__doc__)
-    if len(sys.argv) == 2:
-        take(Path(sys.argv[1]).resolve())
-    write_blocks()
+    main(sys.argv[1:])
