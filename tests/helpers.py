@@ -145,7 +145,7 @@ OPERATIONS = {  # without those on .reg, which declares
 
 
 def run_assembly(builder, asm, constraints, values, types_, is_pure, pack):
-    """What the assembly leaves in its outputs, for all threads. Anything unknown is a KeyError."""
+    """What the assembly leaves in its outputs, for all threads."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
@@ -160,6 +160,9 @@ def run_assembly(builder, asm, constraints, values, types_, is_pure, pack):
         name, *operands = instruction.replace(",", " ").split()
         if name == ".reg":
             continue
+        if name not in OPERATIONS:
+            cure = "teach it what that does, in OPERATIONS of tests/helpers.py"
+            raise ValueError(f"the tests' emulator does not know the instruction {name}: {cure}")
         to, *sources = [operand.strip("[]") for operand in operands]
         read = [registers[each] if each in registers else int(each, 0) for each in sources]
         registers[to] = OPERATIONS[name](*read)
@@ -191,10 +194,9 @@ class Compiled(types.SimpleNamespace):
 def plan_on_cpu(nf4, monkeypatch):
     """Plans are made as on a GPU; their launcher rebuilds tensors at the addresses it is given.
 
-    returns  a namespace to change: `device` and `stream` are the current ones, `capturing`
-             whether a graph is captured; `starts` counts starts by plans
+    returns  a namespace to change: `device` and `stream` are the current ones
     """
-    world = types.SimpleNamespace(device=None, stream=0, capturing=False, starts=0)
+    world = types.SimpleNamespace(device=None, stream=0)
     kernel = nf4._dequantize_nf4_kernel
 
     def warmup(*arguments, grid, num_warps, **constants):
@@ -222,7 +224,6 @@ def plan_on_cpu(nf4, monkeypatch):
 
     def launch_kernel(function, x, y, z, num_warps, shared, types_given, arguments, stream):
         assert (y, z, shared) == (1, 1, 0) and stream == world.stream and world.device is None
-        world.starts += 1
         with futures.ThreadPoolExecutor(1) as pool:  # tracers and transforms watch a thread
             pool.submit(function, x, num_warps, types_given, arguments).result()
 
@@ -239,7 +240,7 @@ def plan_on_cpu(nf4, monkeypatch):
         # seen by nobody, either
         "_C._dynamo.guards._empty_strided_cuda": torch._C._dynamo.guards._empty_strided_cpu,
         "cuda.device": current,
-        "cuda.is_current_stream_capturing": lambda: world.capturing,
+        "cuda.is_current_stream_capturing": lambda: False,
         "cuda.get_sync_debug_mode": lambda: 0,
     }
     for name, stand_in in stand_ins.items():
@@ -267,8 +268,10 @@ class Planned:
         self.n_by_operator, self.run_operator = 0, nf4.run_operator
         patch.setattr(nf4.namespace, "run", self.count_and_run)
         self.said = []  # in the log
-        warning = lambda text, *given: self.said.append(text % given)  # noqa: E731
-        patch.setattr(nf4, "LOG", types.SimpleNamespace(warning=warning))
+        patch.setattr(nf4, "LOG", types.SimpleNamespace(warning=self.hear))
+
+    def hear(self, text, *given):
+        self.said.append(text % given)
 
     def count_and_run(self, *given):
         self.n_by_operator += 1

@@ -1,7 +1,7 @@
 """Who passes what cannot be decoded is told what is wrong, and the process stays usable.
 
-Each fault comes to a first call, to one that has a plan, to the operator, to fake tensors and to
-a compiled function. Each time the right weight gives the right bits afterwards.
+Each fault comes to a first call, to the operator, to fake tensors and to a compiled function (to a
+call that has a plan: test_plan.py). Each time the right weight gives the right bits afterwards.
 """
 
 import re
@@ -20,37 +20,14 @@ GPU = torch.cuda.is_available()
 
 class Fault(NamedTuple):
     words: str  # what must be said
-    make: Callable  # (weight, state) -> those that are passed
+    where: str  # "weight", a field of the state, or "both"
+    make: Callable  # gives what stands there, of what stood there; of both, of (weight, state)
     error: type | tuple = ValueError
 
 
-def state(name, make):
-    """Makes a field of the state of its present value."""
-
-    def change(weight, quant_state):
-        owner, field = quant_state, name
-        if name.startswith("state2."):
-            owner, field = quant_state.state2, name.removeprefix("state2.")
-        setattr(owner, field, make(getattr(owner, field)))
-        return weight, quant_state
-
-    return change
-
-
-def to(value):
-    return lambda _: value
-
-
-def weight(make):
-    return lambda packed, quant_state: (make(packed), quant_state)
-
-
-def resized(n_bytes):
-    def resize(tensor):
-        tensor.untyped_storage().resize_(n_bytes)
-        return tensor
-
-    return resize
+def resized(tensor, n_bytes):
+    tensor.untyped_storage().resize_(n_bytes)
+    return tensor
 
 
 def strided(tensor):
@@ -62,72 +39,74 @@ def nested(tensor):
 
 
 BY_READ = {
-    "the state is None": Fault("is the layer on the GPU", lambda w, s: (w, None), TypeError),
-    "no weight, no state": Fault("is the layer on the GPU", lambda w, s: (None, None), TypeError),
-    "repacked for a CPU's kernels": Fault("a CPU's repacked one", repacked),
-    "quant_type": Fault("quant_type must be 'nf4', got 'fp4'", state("quant_type", to("fp4"))),
-    "no shape": Fault("4-bit weight", state("shape", to(None)), TypeError),
-    "no fields in state2": Fault("4-bit weight", state("state2", to(SimpleNamespace())), TypeError),
+    "the state is None": Fault("layer on the GPU", "both", lambda w, s: (w, None), TypeError),
+    "no weight, no state": Fault("layer on the GPU", "both", lambda w, s: (None, None), TypeError),
+    "repacked for a CPU's kernels": Fault("a CPU's repacked one", "both", repacked),
+    "quant_type": Fault("quant_type must be 'nf4', got 'fp4'", "quant_type", lambda _: "fp4"),
+    "no shape": Fault("4-bit weight", "shape", lambda _: None, TypeError),
+    "no fields in state2": Fault("4-bit", "state2", lambda _: SimpleNamespace(), TypeError),
     "state2.dtype": Fault(
-        "got torch.float16 .* set quant_state.state2.dtype",
-        state("state2.dtype", to(torch.float16)),
+        "got torch.float16 .* set quant_state.state2.dtype", "state2.dtype", lambda _: torch.float16
     ),
-    "state2.blocksize 0": Fault("in blocks of 0", state("state2.blocksize", to(0))),
+    "state2.blocksize 0": Fault("in blocks of 0", "state2.blocksize", lambda _: 0),
 }
 BY_CHECK = {
-    "no weight": Fault("the weight must be .* got None", weight(to(None))),
-    "dtype": Fault("dtype must be .* got torch.float64", state("dtype", to(torch.float64))),
-    "no dtype": Fault("'dtype'.*NoneType", state("dtype", to(None)), RuntimeError),
-    "blocksize 63": Fault("blocksize must be .* got 63", state("blocksize", to(63))),
-    "blocksize 64.0": Fault("'blocksize'.*float", state("blocksize", float), RuntimeError),
-    "no blocksize": Fault("'blocksize'.*NoneType", state("blocksize", to(None)), RuntimeError),
-    "another blocksize": Fault("absmax must have 16 elements, got 32", state("blocksize", to(128))),
-    "state2.blocksize": Fault("blocksize must be .* got 100", state("state2.blocksize", to(100))),
-    "a byte too few": Fault("weight must have 1024 bytes .* 1023", weight(lambda w: w[:-1])),
-    "twice the bytes": Fault("must have 1024 bytes .* 2048", weight(lambda w: torch.cat((w, w)))),
-    "an odd shape": Fault("must have 1008 bytes .* 1024", state("shape", to(torch.Size((32, 63))))),
+    "no weight": Fault("the weight must be .* got None", "weight", lambda w: None),
+    "a byte too few": Fault("weight must have 1024 bytes .* 1023", "weight", lambda w: w[:-1]),
+    "twice the bytes": Fault("1024 bytes .* got 2048", "weight", lambda w: torch.cat((w, w))),
     "weight of int8": Fault(
-        "be torch.uint8 .* got torch.int8", weight(lambda w: w.view(torch.int8))
+        "torch.uint8 .* got torch.int8", "weight", lambda w: w.view(torch.int8)
     ),
-    "weight strided": Fault("weight must be contiguous, got strides", weight(strided)),
-    "weight sparse": Fault("strided|[Ss]parse", weight(torch.Tensor.to_sparse)),
-    "weight on meta": Fault("must be on meta, got c", weight(lambda w: w.to("meta"))),
-    "no absmax": Fault("absmax must be .* got None", state("absmax", to(None))),
-    "absmax too short": Fault("absmax must have 32 elements", state("absmax", lambda t: t[:-1])),
-    "absmax not nested": Fault("absmax must be torch.float32, got", state("state2", to(None))),
-    "absmax in fp32": Fault("absmax must be torch.uint8, got", state("absmax", torch.Tensor.float)),
-    "absmax strided": Fault("absmax must be contiguous, got", state("absmax", strided)),
-    "absmax on meta": Fault("absmax must be .* meta", state("absmax", lambda t: t.to("meta"))),
-    "code of integers": Fault("code must be .* got torch.int32", state("code", torch.Tensor.int)),
-    "code of 8": Fault("code must have 16 elements, got 8", state("code", lambda t: t[:8])),
-    "code a list": Fault("'code'.*list", state("code", torch.Tensor.tolist), RuntimeError),
-    "no offset": Fault("offset must be .* got None", state("offset", to(None))),
-    "offset of integers": Fault("offset must be .* torch.int32", state("offset", torch.Tensor.int)),
-    "absmax2 in fp16": Fault("state2.absmax must be", state("state2.absmax", torch.Tensor.half)),
-    "code2 of 255": Fault(
-        "state2.code must have 256 elements, got 255", state("state2.code", lambda t: t[:255])
-    ),
+    "weight strided": Fault("weight must be contiguous, got strides", "weight", strided),
+    "weight sparse": Fault("strided|[Ss]parse", "weight", lambda w: w.to_sparse()),
+    "weight on meta": Fault("must be on meta, got c", "weight", lambda w: w.to("meta")),
+    "dtype": Fault("dtype must be .* got torch.float64", "dtype", lambda _: torch.float64),
+    "no dtype": Fault("'dtype'.*NoneType", "dtype", lambda _: None, RuntimeError),
+    "an odd shape": Fault("1008 bytes .* got 1024", "shape", lambda _: torch.Size((32, 63))),
+    "blocksize 63": Fault("blocksize must be .* got 63", "blocksize", lambda _: 63),
+    "blocksize 64.0": Fault("'blocksize'.*float", "blocksize", lambda _: 64.0, RuntimeError),
+    "no blocksize": Fault("'blocksize'.*NoneType", "blocksize", lambda _: None, RuntimeError),
+    "another blocksize": Fault("absmax must have 16 elements", "blocksize", lambda _: 128),
+    "state2.blocksize": Fault("blocksize must be .* got 100", "state2.blocksize", lambda _: 100),
+    "no absmax": Fault("absmax must be .* got None", "absmax", lambda _: None),
+    "absmax too short": Fault("absmax must have 32 elements", "absmax", lambda t: t[:-1]),
+    "absmax not nested": Fault("absmax must be torch.float32, got", "state2", lambda _: None),
+    "absmax in fp32": Fault("absmax must be torch.uint8, got", "absmax", lambda t: t.float()),
+    "absmax strided": Fault("absmax must be contiguous, got", "absmax", strided),
+    "absmax on meta": Fault("absmax must be .* meta", "absmax", lambda t: t.to("meta")),
+    "code of integers": Fault("code must be .* got torch.int32", "code", lambda t: t.int()),
+    "code of 8": Fault("code must have 16 elements, got 8", "code", lambda t: t[:8]),
+    "code a list": Fault("'code'.*list", "code", lambda t: t.tolist(), RuntimeError),
+    "no offset": Fault("offset must be .* got None", "offset", lambda _: None),
+    "offset of integers": Fault("offset must be .* torch.int32", "offset", lambda t: t.int()),
+    "absmax2 in fp16": Fault("state2.absmax must be", "state2.absmax", lambda t: t.half()),
+    "code2 of 255": Fault("state2.code .* 256 .*, got 255", "state2.code", lambda t: t[:255]),
 }
 OF_MEMORY = {  # what is looked at where there is memory: not while a compiler traces
-    "weight freed": Fault("1024 bytes of storage, got 0", weight(resized(0))),
-    "weight shrunk": Fault("1024 bytes of storage, got 1023", weight(resized(1023))),
-    "view shrunk": Fault("1028 .* got 1027", weight(lambda w: resized(1027)(helpers.moved(w, 4)))),
-    "absmax freed": Fault(
-        "absmax must have 32 bytes of storage, got 0", state("absmax", resized(0))
+    "weight freed": Fault("1024 .* storage, got 0", "weight", lambda w: resized(w, 0)),
+    "weight shrunk": Fault("1024 .* storage, got 1023", "weight", lambda w: resized(w, 1023)),
+    "view shrunk": Fault(
+        "1028 .* got 1027", "weight", lambda w: resized(helpers.moved(w, 4), 1027)
     ),
-    "code one byte on": Fault(
-        "code must be at a multiple of 4", state("code", helpers.one_byte_on)
-    ),
-    "absmax nested tensor": Fault("[Nn]ested", state("absmax", nested), (ValueError, RuntimeError)),
+    "absmax freed": Fault("absmax .* 32 .* storage, got 0", "absmax", lambda t: resized(t, 0)),
+    "code one byte on": Fault("code must be at a multiple of 4", "code", helpers.one_byte_on),
+    "absmax nested tensor": Fault("[Nn]ested", "absmax", nested, (ValueError, RuntimeError)),
 }
 FAULTS = BY_READ | BY_CHECK | OF_MEMORY
-UNSEEN = {
-    "blocksize 64.0",
-    "weight shrunk",
-    "view shrunk",
-    "code one byte on",
-    "absmax nested tensor",
-}
+
+
+def faulty(what, weight, state):
+    """The (weight, state) that are passed."""
+    fault = FAULTS[what]
+    if fault.where == "both":
+        return fault.make(weight, state)
+    if fault.where == "weight":
+        return fault.make(weight), state
+    owner, field = state, fault.where
+    if fault.where.startswith("state2."):
+        owner, field = state.state2, fault.where.removeprefix("state2.")
+    setattr(owner, field, fault.make(getattr(owner, field)))
+    return weight, state
 
 
 @pytest.fixture
@@ -140,41 +119,28 @@ def right(nf4, device):
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_a_first_call(nf4, right, tally, what):
+def test_a_first_call_is_refused_in_words(nf4, right, tally, what):
     fault = FAULTS[what]
-    passed = fault.make(*right)
+    passed = faulty(what, *right)
     with pytest.raises(fault.error, match=fault.words):
         nf4.dequantize_nf4(*passed)
     assert not nf4.PLANS
     tally["errors"] += 1
 
 
-@pytest.mark.parametrize("what", [what for what in FAULTS if what not in UNSEEN])
-def test_a_call_that_has_a_plan(nf4, world, right, tally, what):
-    fault = FAULTS[what]
-    nf4.dequantize_nf4(*right)
-    (plans,) = nf4.PLANS.values()
-    before, passed = list(plans), fault.make(*right)
-    with pytest.raises(fault.error, match=fault.words):
-        nf4.dequantize_nf4(*passed)
-    assert list(nf4.PLANS.values()) == [before], "the plan stays, and there is no other"
-    assert world is None or world.starts == 1, "in its trial alone"
-    tally["errors"] += 1
-
-
 @pytest.mark.parametrize("what", BY_CHECK | OF_MEMORY)
-def test_the_operator_called_directly(nf4, right, what):
+def test_the_operator_refuses_the_same(nf4, right, what):
     fault = FAULTS[what]
-    tensors, kind = nf4.read(*fault.make(*right))
+    tensors, kind = nf4.read(*faulty(what, *right))
     absent = [None] * (6 - len(tensors))
     with pytest.raises(fault.error, match=fault.words):
         torch.ops.nf4_triton.dequantize(*tensors, *absent, *kind)
 
 
 @pytest.mark.parametrize("what", BY_READ | BY_CHECK)
-def test_fake_tensors(nf4, right, what):
+def test_fake_tensors_are_refused_the_same(nf4, right, what):
     fault = FAULTS[what]
-    passed = fault.make(*right)
+    passed = faulty(what, *right)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         if isinstance(passed[0], torch.Tensor):
             passed = (mode.from_tensor(passed[0]), passed[1])
@@ -183,7 +149,7 @@ def test_fake_tensors(nf4, right, what):
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_a_compiled_function(nf4, device, right, what):
+def test_a_compiled_function_refuses_and_goes_on(nf4, device, right, what):
     """The words are in what the compiler raises, but for an error that it met while tracing read.
 
     On a GPU nothing looks at memory: a compiled function starts the kernel itself.
@@ -192,7 +158,7 @@ def test_a_compiled_function(nf4, device, right, what):
         pytest.skip("would be started")
     torch._dynamo.reset()
     compiled = torch.compile(nf4.dequantize_nf4, fullgraph=True, backend="aot_eager")
-    passed = FAULTS[what].make(*right)
+    passed = faulty(what, *right)
     with pytest.raises(Exception) as caught:
         compiled(*passed)
     words = FAULTS[what].words
@@ -203,7 +169,7 @@ def test_a_compiled_function(nf4, device, right, what):
     assert nf4.bits_differing(compiled(*again), nf4.spec(*again)) == 0
 
 
-def test_a_layer_that_is_not_quantized_yet(nf4):
+def test_a_layer_that_is_not_quantized_yet_is_refused_in_words(nf4):
     for layer in (nf4.bnb_Linear4bit(64, 64), torch.nn.Linear(4, 4)):
         with pytest.raises(TypeError, match="is the layer on the GPU.* quant_state NoneType"):
             nf4.your_dequantize_nf4(layer)

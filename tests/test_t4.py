@@ -41,18 +41,15 @@ def test_the_record_is_what_this_triton_compiles(version):
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout.splitlines()[-1])
     recorded = [row for row in RECORD if row["triton"] == version]
-    assert compiled == recorded, "run tools/sm_75.py --record"
+    cure = "new machine code goes on record by: .venv/bin/python tools/sm_75.py --record"
+    assert compiled == recorded, cure
 
 
-def test_the_record_has_each_triton_dtype_and_kind_of_tensor():
-    cases = {(row["triton"], row["dtype"], row["absmax"], row["tensor"]) for row in RECORD}
-    expected = set()
-    for version in VERSIONS:
-        for dtype, absmax in MOST_INSTRUCTIONS:
-            expected.add((version, dtype, absmax, "whole"))
-        for dtype in ("float16", "bfloat16", "float32"):
-            expected.add((version, dtype, "nested", "ragged"))
-    assert cases == expected and len(RECORD) == len(expected)
+def test_no_product_is_contracted_with_a_sum():
+    """That skips a rounding: some weights would differ from bitsandbytes' in their last bit."""
+    cure = "an FMA is in the code: write the product as _mul_rn(a, b), then run sm_75.py --record"
+    fused = [row for row in RECORD if row["ffma"] > 0]
+    assert not fused, f"{cure}; {fused}"
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -5,6 +5,7 @@ import math
 import sys
 import types
 
+import helpers
 import ladder
 import pytest
 import sanitize
@@ -48,6 +49,22 @@ def test_a_wrong_step_of_the_ladder_is_found(nf4, device, monkeypatch):
     monkeypatch.setattr(ladder, "LADDER", [("wrong", "", wrong)])
     with pytest.raises(SystemExit, match="wrong: [0-9]+ weights differ; nothing was written"):
         ladder.agreeing(*nf4.quantized((64, 512), torch.float16, device))
+
+
+def test_an_instruction_that_the_emulator_does_not_know_is_named(nf4, monkeypatch):
+    """And where to teach it: so the assembly is edited without a GPU."""
+    other = ("shr.u32 shifted, $8, {shift};", "bfe.u32 shifted, $8, {shift}, 4;")
+    edited = ladder.edited("bfe", other)
+    if torch.cuda.is_available():
+        pytest.skip("there it is assembled")
+    with pytest.raises(Exception, match="know the instruction bfe.u32: .* OPERATIONS of tests/"):
+        edited.dequantize_nf4(*nf4.quantized((64, 512), torch.float16, "cpu"))
+
+
+def test_a_quotation_of_the_notebook_that_is_not_found_is_named():
+    """With the cure: a name inside the kernel is quoted by tests and tools."""
+    with pytest.raises(ValueError, match="'absmax3' must stand once .* not 0 times.*grep -rn"):
+        helpers.load("nf4_quoted", ("absmax3", "absmax4"))
 
 
 def test_a_llama_is_trained_both_ways_and_their_losses_compared(nf4, device, monkeypatch):
