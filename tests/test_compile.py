@@ -98,7 +98,7 @@ TRACERS = {  # each gives a function of other packed bytes
 
 
 @pytest.mark.parametrize("how", TRACERS)
-def test_no_tracer_makes_a_weight_constant(planned, how):
+def test_tracers_make_no_weight_constant(planned, how):
     """No weight becomes a constant, with a plan and without, whatever an earlier trace left."""
     layer, other = planned.made(), planned.made(1)
     other.quant_state = layer.quant_state

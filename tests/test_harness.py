@@ -161,7 +161,8 @@ def test_ratios_are_taken_within_a_round_and_the_mix_has_the_challenges_dtypes(n
 
 
 def test_a_fourth_shape_is_one_more_entry(nf4, monkeypatch):
-    options = [*small_options(nf4), nf4.SMALL_OPTIONS[0]._replace(hd=128)]
+    options = small_options(nf4)
+    options.append(options[0]._replace(hd=128))
     monkeypatch.setattr(nf4, "OPTIONS", options)
     contenders = {"ours": nf4.your_dequantize_nf4, "peft": nf4.bnb_dequantize}
     dtypes = [torch.float16, torch.bfloat16]

@@ -208,7 +208,9 @@ FAILED = subprocess.CompletedProcess([], 1, stderr="WARNING: slow\nERROR: no mat
 
 
 def driver_of(n_gpus):
-    """Stands for what ctypes finds of CUDA's driver."""
+    """Stands for what ctypes finds of CUDA's driver; None: it finds none."""
+    if n_gpus is None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
 
     def count(reference):
         reference._obj.value = n_gpus
@@ -230,12 +232,9 @@ def machine(versions, n_gpus):
             raise importlib.metadata.PackageNotFoundError(package)
         return found
 
-    finds_driver = (
-        {"side_effect": OSError} if n_gpus is None else {"return_value": driver_of(n_gpus)}
-    )
     with (
         mock.patch("importlib.metadata.version", version),
-        mock.patch("ctypes.CDLL", **finds_driver),
+        mock.patch("ctypes.CDLL", lambda name: driver_of(n_gpus)),
         mock.patch("shutil.which", return_value=None),
         mock.patch("subprocess.run", return_value=FAILED) as pip,
     ):

@@ -46,10 +46,11 @@ def test_the_record_is_what_this_triton_compiles(version):
 
 
 def test_no_product_is_contracted_with_a_sum():
-    """That skips a rounding: some weights would differ from bitsandbytes' in their last bit."""
-    cure = "an FMA is in the code: write the product as _mul_rn(a, b), then run sm_75.py --record"
+    """Some weights would differ from bitsandbytes' in their last bit."""
     fused = [row for row in RECORD if row["ffma"] > 0]
-    assert not fused, f"{cure}; {fused}"
+    why = "an FMA (a product contracted with a sum) skips a rounding, and gives other bits"
+    cure = "write that product as _mul_rn(a, b), then run tools/sm_75.py --record"
+    assert not fused, f"{why}: {cure}. {fused}"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
