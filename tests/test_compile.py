@@ -161,10 +161,12 @@ EDITS = {  # {what is edited: (a cell, text there, its replacement, cells that r
 
 
 @pytest.mark.parametrize("what", EDITS)
-def test_compiled_code_follows_an_edit(device, what):
+def test_compiled_code_follows_an_edit(device, monkeypatch, what):
     """Cells run again, by a reader who edits them; what was compiled before gives what they say."""
     cell, text, replacement, again = EDITS[what]
     nf4 = helpers.load("nf4_followed")
+    if cell == "operator" and not GPU:  # which leaves the kernel that the stand-ins start
+        helpers.plan_on_cpu(nf4, monkeypatch)
     by_assembly = nf4.tl.constexpr(True)  # on a CPU, too
     nf4.SHUFFLES = by_assembly
     weight, state = nf4.quantized((64, 64), torch.float16, device)
@@ -236,15 +238,20 @@ class Frozen(torch.nn.Module):
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_a_frozen_or_packaged_graph_keeps_the_bits(nf4, device, nested, tmp_path):
+def test_a_frozen_graph_keeps_the_bits(nf4, device, nested):
     module, x = Frozen(nf4, device, nested), torch.randn(4, 64, device=device)
-    want = module(x)
     with torch.no_grad(), inductor_config.patch(freezing=True):
-        torch.testing.assert_close(compiled(module, "inductor")(x), want)
+        torch.testing.assert_close(compiled(module, "inductor")(x), module(x))
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 11), reason="torch 2.9 packages no such constants")
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_packaged_graph_keeps_the_bits(nf4, device, nested, tmp_path):
+    module, x = Frozen(nf4, device, nested), torch.randn(4, 64, device=device)
     program = torch.export.export(module, (x,))
     path = torch._inductor.aoti_compile_and_package(program, package_path=f"{tmp_path}/m.pt2")
     packaged = torch._inductor.aoti_load_package(path)
-    torch.testing.assert_close(packaged(x), want)
+    torch.testing.assert_close(packaged(x), module(x))
 
 
 class Net(torch.nn.Module):

@@ -179,8 +179,8 @@ PTX = "shfl.sync.idx.b32 ld.global.L1::evict_first.b32"
 
 def record_of(nf4, ratio=1.2, gpu="Tesla T4"):
     official, reports = [], []
-    for dtype in ("float16", "bfloat16", "mix"):
-        official.append({"dtype": dtype, "who": "unsloth", "seconds": ratio})
+    for dtype, more in (("float16", 0.5), ("bfloat16", 0.0), ("mix", 0.5)):  # the lowest counts
+        official.append({"dtype": dtype, "who": "unsloth", "seconds": ratio + more})
         official.append({"dtype": dtype, "who": "ours", "seconds": 1.0})
     for dtype in ("float16", "bfloat16"):
         reports.append({"dtype": dtype, "compiled": True, "bit_equal": True, "graphs": 1})

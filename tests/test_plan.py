@@ -435,9 +435,14 @@ LACKING = [
 ]
 
 
+SEEN_BY_OLD_GUARDS = ("n_modes()", "torch.compiler.is_dynamo_compiling()")
+
+
 @pytest.mark.skipif(GPU, reason="some would end the process")
 @pytest.mark.parametrize("lacking", LACKING, ids=operator.attrgetter("text"))
 def test_each_condition_is_needed(lacking, device, monkeypatch):
+    if torch.__version__ < (2, 11) and lacking.text in SEEN_BY_OLD_GUARDS:
+        pytest.skip("torch 2.9's guard sees traces itself")
     name = f"nf4_lacking_{LACKING.index(lacking)}"
     nf4 = helpers.load(name, (lacking.text, lacking.replacement))
     wrong = helpers.Planned(nf4, device, monkeypatch)

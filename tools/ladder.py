@@ -101,7 +101,11 @@ LADDER = [  # (step, what it taught, the notebook's definitions so changed); fiv
     ("bytes, chain of 15 selects", "the naive start", by_bytes(chain)),
     ("bytes, tree of 15 selects", "fewer selects in a row", by_bytes(tree)),
     ("bytes, the code by loads", "a cache is a table", by_bytes(loads)),
-    ("words, the code by loads", "one scale, eight weights", edited("words", BY_LOADS)),
+    (
+        "words, the code by loads",
+        "a load, a scale, a store for eight weights",
+        edited("words", BY_LOADS),
+    ),
     ("words, the code by shuffles: ours", "the warp is a table", OURS),
     ("no eviction policy", "", edited("no_policy", *NO_POLICY)),
     ("one step, not two", "", edited("one_step", STEPS_OF={2: 1})),

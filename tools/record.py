@@ -25,17 +25,20 @@ DTYPES = {"float16": "fp16", "bfloat16": "bf16", "mix": "mix"}
 BASELINES = {
     "unsloth": "today's Unsloth ({unsloth})",
     "unsloth_buffer": "Unsloth into one buffer, its way in training",
-    "three_launches": "the three launches, Unsloth's older path",
+    "three_launches": "Unsloth's three launches, its path until 2026.9",
     "peft": "PEFT ({peft})",
 }
 FIELDS = ("gpu", "capability", "date", "cpu", "cores", "versions", "exact", "kernels", "official")
 FIELDS += ("race", "compile", "memory", "score", "seconds")
 PROGRESS = re.compile(r"\s*(race:.*)?", re.S)  # bars that have come to their end
 TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run"
-EXPECTED = """**What to expect: an estimate, not a measurement.** `test_dequantize` makes 9000
-calls. A call takes its bytes at a copy's speed on a T4, or at a share of it, plus what the host
-adds to a call here (the race's time less the kernel's) times one factor for Colab's slower host:
-the one with which the three launches take a published time."""
+EXPECTED = """**What to expect: an estimate, not a measurement.** For the test's 9000 calls,
+
+    seconds = bytes / (share x a copy's speed on a T4) + 9000 x host's time a call x factor
+
+The host's time is what a call takes beyond its kernel in the race of {gpu}, {date}. The factor, for
+Colab's slower host, is the one with which the three launches take a published time; we assume that
+it is the same for all three."""
 DOUBT = "The published times come from two hosts that drift; no kernel like ours was timed on a T4."
 
 
@@ -87,7 +90,8 @@ def record_block(record, runs, t4, tests):
     exact = "{checked:,} weights compared bit for bit, {differing} differ".format(**record["exact"])
     line = f"**{origin}.** {exact}. *Run all* took {record['seconds'] / 60:.0f} minutes."
     if tests:
-        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped."
+        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped "
+        text += "(they are for a CPU)."
         line += text.format(**tests)
     paragraphs = [markdown(rows), line]
     if t4 and "T4" not in record["gpu"]:
@@ -105,19 +109,16 @@ def ladder_block(ladder, variants):
     """The steps up to ours, or ours and its variants, which follow it."""
     steps = list(dict.fromkeys(row["step"] for row in ladder["rows"]))
     ours = steps.index(next(step for step in steps if step.endswith("ours")))
-    rows = {}
-    for step in steps[ours:] if variants else steps[: ours + 1]:
-        rows[step] = {"step": step}
-    shown = [row for row in ladder["rows"] if row["step"] in rows]
-    for row in shown:
-        speed = f"{100 * row['copy_us'] / row['us']:.0f}"
-        rows[row["step"]][f"% of a copy's speed, {DTYPES[row['dtype']]}"] = speed
-    for row in shown:
-        instructions = f"{row['instructions_per_weight']:.1f}"
-        rows[row["step"]][f"T4 instructions, {DTYPES[row['dtype']]}"] = instructions
+    rows = {step: {"step": step} for step in (steps[ours:] if variants else steps[: ours + 1])}
+    for row in ladder["rows"]:
+        if line := rows.get(row["step"]):
+            dtype, speed = DTYPES[row["dtype"]], 100 * row["copy_us"] / row["us"]
+            line[f"% of a copy's speed, {dtype}"] = f"{speed:.0f}"
+            line[f"T4 instructions, {dtype}"] = f"{row['instructions_per_weight']:.1f}"
     if not variants:
-        for row in shown:
-            rows[row["step"]]["idea"] = row["taught"]
+        for row in ladder["rows"]:
+            if row["step"] in rows:
+                rows[row["step"]]["idea"] = row["taught"]
     where = f"4096 x 14336 weights, {ladder['gpu']}, {ladder['date']}."
     return f"{markdown(rows.values())}\n\n{where}"
 
@@ -135,7 +136,8 @@ def t4_block(t4):
     reached = [row for row in t4["estimate"] if row["over_unsloth"] >= 1.15]
     count = f"Rows that reach 1.15 over today's Unsloth: {len(reached)} of {len(rows)}."
     sources = [f"[{each['what']}]({each['url']}): {each['value']:g}" for each in t4["sources"]]
-    paragraphs = [EXPECTED, markdown(rows), f"{DOUBT} {count}", f"Sources: {'; '.join(sources)}."]
+    expected = EXPECTED.format(**t4["record"])
+    paragraphs = [expected, markdown(rows), f"{DOUBT} {count}", f"Sources: {'; '.join(sources)}."]
     return "\n\n".join(paragraphs)
 
 
@@ -210,6 +212,11 @@ def check():
     notebook = nbformat.read(ROOT / "nf4_triton.ipynb", as_version=4)
     if notebook.metadata.get("code") != code_hash(notebook):
         raise SystemExit(f"code cells differ from those whose outputs and record stand: {TO_RUN}")
+    shown, t4 = shown_record(), stored("t4")
+    if [t4["record"][name] for name in ("gpu", "date")] != [
+        shown[name] for name in ("gpu", "date")
+    ]:
+        raise SystemExit("the T4's estimate is of another run: run tools/t4.py estimate")
     print("outputs and record are of the code as it stands")
 
 
@@ -251,7 +258,8 @@ def take(folder):
     for cell, ran in zip(code_cells(notebook), code_cells(executed)):
         shown = [each for each in ran.outputs if not PROGRESS.fullmatch(each.get("text", "x"))]
         cell.outputs, cell.execution_count = shown, ran.execution_count
-    commit = subprocess.getoutput(f"git -C '{ROOT}' rev-parse --short HEAD")
+    ask = ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(ask, capture_output=True, text=True).stdout.strip() or None
     run = {name: record[name] for name in ("gpu", "cpu", "date")} | {"commit": commit}
     run["ratios"] = {who: of_race(record, who) for who in BASELINES if of_race(record, who)}
     files = {RESULTS / "runs.json": json.dumps([*(stored("runs") or []), run], indent=1) + "\n"}
