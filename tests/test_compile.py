@@ -221,7 +221,7 @@ def test_another_module_of_the_notebook_takes_over(nf4, device, monkeypatch):
     for dequantize in (function, nf4.dequantize_nf4, beside.dequantize_nf4):
         args = (weight,) if dequantize is function else (weight, state)
         assert nf4.bits_differing(dequantize(*args), want) == 0
-    assert nf4.namespace.run is beside.run_operator
+    assert nf4.namespace.run is beside.run_operator and nf4.PLANS is beside.PLANS
 
 
 class Frozen(torch.nn.Module):
@@ -252,6 +252,18 @@ def test_a_packaged_graph_keeps_the_bits(nf4, device, nested, tmp_path):
     path = torch._inductor.aoti_compile_and_package(program, package_path=f"{tmp_path}/m.pt2")
     packaged = torch._inductor.aoti_load_package(path)
     torch.testing.assert_close(packaged(x), module(x))
+
+
+def test_compiled_training_keeps_no_dequantized_weight(planned):
+    """Forward and backward dequantize the same weight: a compiler must not make one call of two."""
+    layer = bnb.nn.Linear4bit(64, 256, False, torch.float32, True, "nf4").to(planned.device)
+    x = torch.randn(128, 64, device=planned.device, requires_grad=True)
+    with planned.nf4.in_bitsandbytes():
+        out = compiled(lambda x: layer(x).sin())(x)
+    assert planned.n_by_operator == 1
+    assert not [each for each in out.grad_fn.saved_tensors if each.shape in ((256, 64), (64, 256))]
+    out.sum().backward()
+    assert planned.n_by_operator == 2
 
 
 class Net(torch.nn.Module):
