@@ -70,8 +70,7 @@ def test_all_weights_of_a_kind_share_one_graph(planned, dynamic):
 def test_the_operator_keeps_torchs_rules(nf4, device):
     for dtype, nested in ((torch.bfloat16, True), (torch.float32, False)):
         tensors, kind = nf4.read(*nf4.quantized((64, 64), dtype, device, nested=nested))
-        absent = [None] * (6 - len(tensors))
-        torch.library.opcheck(nf4.dequantize_op, (*tensors, *absent, *kind))
+        torch.library.opcheck(nf4.dequantize_op, nf4.operator_arguments(tensors, kind))
 
 
 def exported(function, packed, strict=False):
