@@ -196,12 +196,10 @@ print("differing:", nf4.bits_differing(function(weight), nf4.spec(weight, state)
 @pytest.mark.gpu  # on a CPU no kernel was ever in what is cached
 def test_the_next_process_follows_an_edit_with_warm_caches(device, tmp_path):
     """Inductor's caches lie on disk; the first process has a wrong kernel."""
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     said = []
     for edits in ([("_mul_rn(code2, absmax2) + offset", "_mul_rn(code2, absmax2) - offset")], []):
         script = IN_A_PROCESS.format(edits=edits, device=device)
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True)
+        done = in_a_process(script, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.split("differing:")[1].strip())
     assert said[0] != "0" and said[1] == "0"
@@ -243,14 +241,32 @@ def test_a_frozen_graph_keeps_the_bits(nf4, device, nested):
         torch.testing.assert_close(compiled(module, "inductor")(x), module(x))
 
 
+PACKAGED = """
+import sys, helpers, torch
+from test_compile import Frozen
+nf4 = helpers.load()
+module, x = Frozen(nf4, {device!r}, {nested}), torch.randn(4, 64, device={device!r})
+program = torch.export.export(module, (x,))
+path = torch._inductor.aoti_compile_and_package(program, package_path={path!r})
+torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), module(x))
+"""
+
+
 @pytest.mark.skipif(torch.__version__ < (2, 11), reason="torch 2.9 packages no such constants")
 @pytest.mark.parametrize("nested", [True, False])
-def test_a_packaged_graph_keeps_the_bits(nf4, device, nested, tmp_path):
-    module, x = Frozen(nf4, device, nested), torch.randn(4, 64, device=device)
-    program = torch.export.export(module, (x,))
-    path = torch._inductor.aoti_compile_and_package(program, package_path=f"{tmp_path}/m.pt2")
-    packaged = torch._inductor.aoti_load_package(path)
-    torch.testing.assert_close(packaged(x), module(x))
+def test_a_packaged_graph_keeps_the_bits(device, nested, tmp_path):
+    """In a process of its own, which native code may end."""
+    script = PACKAGED.format(device=device, nested=nested, path=str(tmp_path / "module.pt2"))
+    done = in_a_process(script)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def in_a_process(script, **environment):
+    environment["PYTHONPATH"] = ":".join([str(helpers.ROOT / "tests"), *sys.path])
+    if not GPU:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
 
 
 def test_compiled_training_keeps_no_dequantized_weight(planned):

@@ -84,8 +84,10 @@ def record_block(record, runs, t4, tests):
             row = {"speedup over": label.format(**record["versions"])}
             for dtype, short in DTYPES.items():
                 row[short] = f"{ratios[dtype]:.2f}"
-            others = [run["ratios"][who]["mix"] for run in runs if who in run["ratios"]]
-            rows.append(row | {f"mix in all {len(runs)} runs": from_to(others)})
+            if len(runs) > 1:
+                others = [run["ratios"][who]["mix"] for run in runs if who in run["ratios"]]
+                row[f"mix in all {len(runs)} runs"] = from_to(others)
+            rows.append(row)
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
     exact = "{checked:,} weights compared bit for bit, {differing} differ".format(**record["exact"])
     line = f"**{origin}.** {exact}. *Run all* took {record['seconds'] / 60:.0f} minutes."
@@ -213,9 +215,7 @@ def check():
     if notebook.metadata.get("code") != code_hash(notebook):
         raise SystemExit(f"code cells differ from those whose outputs and record stand: {TO_RUN}")
     shown, t4 = shown_record(), stored("t4")
-    if [t4["record"][name] for name in ("gpu", "date")] != [
-        shown[name] for name in ("gpu", "date")
-    ]:
+    if t4 and (t4["record"]["gpu"], t4["record"]["date"]) != (shown["gpu"], shown["date"]):
         raise SystemExit("the T4's estimate is of another run: run tools/t4.py estimate")
     print("outputs and record are of the code as it stands")
 
