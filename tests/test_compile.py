@@ -170,7 +170,8 @@ def test_compiled_code_follows_an_edit(device, monkeypatch, what):
     nf4.SHUFFLES = by_assembly
     weight, state = nf4.quantized((64, 64), torch.float16, device)
     function = compiled(lambda packed: nf4.dequantize_nf4(packed, state) * 1)
-    before = function(weight)
+    for _ in range(3):  # by the kernel, then by plans
+        before = function(weight)
     sources = dict(helpers.exports("nf4_followed"))
     for name in again:
         source = sources[f"nf4_triton.ipynb[{name}]"]
