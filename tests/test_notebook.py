@@ -188,6 +188,17 @@ def test_the_record_stays_valid_after_a_comment_and_says_what_to_run_after_code(
         record.main(["check"])
 
 
+def test_an_estimate_of_another_run_than_the_one_shown_is_noticed(project):
+    for path in (ROOT / "results").glob("*.json"):
+        (project / "results" / path.name).write_bytes(path.read_bytes())
+    t4 = record.stored("t4")
+    assert t4["record"]["host_us"] == record.host_us(record.shown_record()), "run t4.py estimate"
+    t4["record"]["host_us"]["ours"] += 1
+    (project / "results" / "t4.json").write_text(json.dumps(t4))
+    with pytest.raises(SystemExit, match="another run: run tools/t4.py estimate"):
+        record.check()
+
+
 # How it is installed, run, tested and used.
 
 

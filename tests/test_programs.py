@@ -6,7 +6,6 @@ import copy
 import gc
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -159,7 +158,7 @@ def llama(device, folder):
 def trained(model, ids):
     """The losses and gradients of two steps of a copy of the model."""
     model, seen = copy.deepcopy(model).train(), []
-    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adapters = training.adapters_of(model)
     optimizer = torch.optim.SGD(adapters, lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
@@ -201,11 +200,6 @@ def test_training_by_transformers_and_peft(nf4, device, world, tmp_path, checkpo
             assert n_differing(nf4, trained(model, ids), wanted) > 0, "wrong bits go unnoticed"
 
 
-def lines_for_unsloth():
-    readme = (helpers.ROOT / "README.md").read_text()
-    return re.search(r"```python\n(import unsloth.*?)```", readme, re.S)[1]
-
-
 def train_by_unsloth():
     """Unsloth's fused MLP by its own dequantization, by ours as the README says, and by a wrong."""
     import unsloth.kernels.fast_lora as fast_lora
@@ -214,7 +208,7 @@ def train_by_unsloth():
     config = LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=1)
     model = training.build(config, "cuda")
     (mlp,) = [module for name, module in model.named_modules() if name.endswith(".mlp")]
-    adapters = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
+    adapters = training.adapters_of(mlp)
     x = torch.randn(2, 64, 512, device="cuda", dtype=torch.bfloat16)
 
     def results():
@@ -226,7 +220,7 @@ def train_by_unsloth():
     for is_right in (True, False):
         function = nf4.dequantize_nf4 if is_right else one_bit_off(nf4.dequantize_nf4)
         ours = mock.Mock(wraps=function)
-        exec(lines_for_unsloth(), {"nf4_triton": mock.Mock(dequantize_nf4=ours)})
+        exec(training.lines_for_unsloth(), {"nf4_triton": mock.Mock(dequantize_nf4=ours)})
         differing = n_differing(nf4, results(), wanted)
         assert (differing == 0) == is_right, f"{differing} differ where it is right: {is_right}"
         assert ours.call_count >= 5, f"called {ours.call_count} times"
@@ -253,7 +247,7 @@ def test_the_readmes_lines_leave_what_is_not_nf4_to_unsloth(nf4, device, monkeyp
     monkeypatch.setitem(sys.modules, "unsloth.kernels", kernels)
     monkeypatch.setitem(sys.modules, "unsloth.kernels.utils", utils)
     monkeypatch.setitem(sys.modules, "unsloth.kernels.fast_lora", fast_lora)
-    exec(lines_for_unsloth(), {"nf4_triton": nf4})
+    exec(training.lines_for_unsloth(), {"nf4_triton": nf4})
     assert utils.fast_dequantize is fast_lora.fast_dequantize is not theirs
     weight, state = nf4.quantized((32, 64), torch.float16, device)
     want = nf4.spec(weight, state)

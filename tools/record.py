@@ -18,6 +18,7 @@ from pathlib import Path
 
 import nbformat
 import pandas as pd
+from t4 import host_us
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -92,8 +93,7 @@ def record_block(record, runs, t4, tests):
     exact = "{checked:,} weights compared bit for bit, {differing} differ".format(**record["exact"])
     line = f"**{origin}.** {exact}. *Run all* took {record['seconds'] / 60:.0f} minutes."
     if tests:
-        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped "
-        text += "(they are for a CPU)."
+        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped."
         line += text.format(**tests)
     paragraphs = [markdown(rows), line]
     if t4 and "T4" not in record["gpu"]:
@@ -215,7 +215,7 @@ def check():
     if notebook.metadata.get("code") != code_hash(notebook):
         raise SystemExit(f"code cells differ from those whose outputs and record stand: {TO_RUN}")
     shown, t4 = shown_record(), stored("t4")
-    if t4 and (t4["record"]["gpu"], t4["record"]["date"]) != (shown["gpu"], shown["date"]):
+    if t4 and t4["record"]["host_us"] != host_us(shown):
         raise SystemExit("the T4's estimate is of another run: run tools/t4.py estimate")
     print("outputs and record are of the code as it stands")
 

@@ -168,13 +168,17 @@ def write_rows_of_mlps():
     Path("rows.json").write_text(json.dumps(rows))
 
 
+def lines_for_unsloth():
+    """README's, which put nf4_triton.dequantize_nf4 in the place of Unsloth's own."""
+    readme = (ROOT / "README.md").read_text()
+    return re.search(r"```python\n(import unsloth.*?)```", readme, re.S)[1]
+
+
 def measure_mlps(nf4, runs, device, rounds=200):
     import unsloth.kernels.utils as utils
 
     functions = {"stock": utils.fast_dequantize}
-    readme = (ROOT / "README.md").read_text()
-    (lines,) = re.findall(r"```python\n(import unsloth.*?)```", readme, re.S)
-    exec(lines, {"nf4_triton": nf4})
+    exec(lines_for_unsloth(), {"nf4_triton": nf4})
     functions["ours"] = utils.fast_dequantize
     rows = []
     for hidden, intermediate, length in runs:
