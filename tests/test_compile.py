@@ -70,7 +70,7 @@ def test_all_weights_of_a_kind_share_one_graph(planned, dynamic):
 def test_the_operator_keeps_torchs_rules(nf4, device):
     for dtype, nested in ((torch.bfloat16, True), (torch.float32, False)):
         tensors, kind = nf4.read(*nf4.quantized((64, 64), dtype, device, nested=nested))
-        torch.library.opcheck(nf4.dequantize_op, nf4.operator_arguments(tensors, kind))
+        torch.library.opcheck(nf4.dequantize_op, nf4.to_schema(tensors, kind))
 
 
 def exported(function, packed, strict=False):
@@ -246,7 +246,7 @@ PACKAGED = """
 import sys, helpers, torch
 from test_compile import Frozen
 nf4 = helpers.load()
-module, x = Frozen(nf4, {device!r}, {nested}), torch.randn(4, 64, device={device!r})
+module, x = {module}, torch.randn(4, 64, device={device!r})
 program = torch.export.export(module, (x,))
 path = torch._inductor.aoti_compile_and_package(program, package_path={path!r})
 torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), module(x))
@@ -257,8 +257,14 @@ torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), module(x)
 @pytest.mark.parametrize("nested", [True, False])
 def test_a_packaged_graph_keeps_the_bits(device, nested, tmp_path):
     """In a process of its own, which native code may end."""
-    script = PACKAGED.format(device=device, nested=nested, path=str(tmp_path / "module.pt2"))
+    ours = f"Frozen(nf4, {device!r}, {nested})"
+    script = PACKAGED.format(module=ours, device=device, path=str(tmp_path / "module.pt2"))
     done = in_a_process(script)
+    if done.returncode < 0:  # by a signal
+        plain = f"torch.nn.Linear(64, 32, device={device!r})"
+        control = PACKAGED.format(module=plain, device=device, path=str(tmp_path / "plain.pt2"))
+        if in_a_process(control).returncode == done.returncode:
+            pytest.skip("here a package of torch.nn.Linear ends the process, too")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -344,6 +350,6 @@ def test_a_t4s_bf16_is_really_compiled(nf4, monkeypatch, tmp_path):
     option = nf4.OPTIONS[1]._replace(hd=512, m=1024)
     with torch._dynamo.config.patch(debug_dir_root=str(tmp_path)):
         rows = nf4.compile_reports(option, torch.bfloat16, "cuda")
-    assert [row["function"] for row in rows] == ["dequantization"] * 2
+    assert [row["function"] for row in rows] == ["dequantization"]
     for row in rows:
         assert row["compiled"] and row["bit_equal"] and row["graphs"] == 1

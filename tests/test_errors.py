@@ -133,7 +133,7 @@ def test_the_operator_refuses_the_same(nf4, right, what):
     fault = FAULTS[what]
     tensors, kind = nf4.read(*faulty(what, *right))
     with pytest.raises(fault.error, match=fault.words):
-        torch.ops.nf4_triton.dequantize(*nf4.operator_arguments(tensors, kind))
+        torch.ops.nf4_triton.dequantize(*nf4.to_schema(tensors, kind))
 
 
 @pytest.mark.parametrize("what", BY_READ | BY_CHECK)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from unittest import mock
 
+import blocks
 import helpers
 import nbformat
 import pytest
@@ -73,7 +74,7 @@ ROWS = {  # of the record: the fields of each
     "kernels": {"shape", "format", "dtype", "ours_us", "unsloth_us", "copy_us"},
     "official": {"dtype", "who", "seconds"},
     "race": {"dtype", "who", "kernels", "ratio", "low", "high", "us", "issue_us"},
-    "compile": {"function", "options", "dtype", "graphs", "graph_breaks", "recompiles"}
+    "compile": {"function", "dtype", "graphs", "graph_breaks", "recompiles"}
     | {"bit_equal", "compiled"},
     "score": {"criterion", "points", "possible", "evidence"},
 }
@@ -105,7 +106,8 @@ def project(tmp_path, monkeypatch):
     for name in ("nf4_triton.ipynb", "README.md"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
     monkeypatch.setattr(record, "ROOT", folder)
-    monkeypatch.setattr(record, "RESULTS", folder / "results")
+    for module in (record, blocks):
+        monkeypatch.setattr(module, "RESULTS", folder / "results")
     return folder
 
 

@@ -407,9 +407,9 @@ LACKING = [
     Lacking("n_modes()", partial(test_compile.test_tracers_make_no_weight_constant, how="make_fx")),
     Lacking("0 in addresses", partial(test_a_change_is_seen, what="weight freed")),
     Lacking("(addresses[0] % 4 == 0) != is_aligned", test_each_form_of_a_weight_has_its_plan),
-    Lacking("address % multiple", test_a_table_at_an_odd_address_is_refused),
+    Lacking("addresses[i] % itemsize", test_a_table_at_an_odd_address_is_refused),
     Lacking("current_gpu() != gpu", test_another_gpu_may_be_current),
-    Lacking("*others), current_stream(gpu))", test_the_current_stream_is_used, "*others), 0)"),
+    Lacking("*last), current_stream(gpu))", test_the_current_stream_is_used, "*last), 0)"),
     Lacking("made.profile_scratch_size", test_a_kernel_with_scratch_memory_gets_none),
     Lacking("kind in REFUSED", test_a_start_that_gives_other_bits_is_not_kept),
     Lacking(

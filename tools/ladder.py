@@ -42,10 +42,8 @@ BY_LOADS = (  # (a text of the notebook, its replacement), like each of NO_POLIC
     'f"shfl.sync.idx.b32 ${i}, entry, shifted, {half_warp}, -1;"',
     'f"and.b32 lane, shifted, 15; mad.wide.u32 at, lane, 4, $9; ld.global.nc.b32 ${i}, [at];"',
 )
-LOAD_OF_WHOLE = """if WHOLE:  # at compile time: no branch is left
-            word = tl.load(word_ptr + step * WORDS, eviction_policy="evict_first")"""
 NO_POLICY = (
-    (LOAD_OF_WHOLE, LOAD_OF_WHOLE.replace(', eviction_policy="evict_first"', "")),
+    ('word_ptr + step * WORDS, eviction_policy="evict_first"', "word_ptr + step * WORDS"),
     ('first_block // BLOCKSIZE2, eviction_policy="evict_last"', "first_block // BLOCKSIZE2"),
     ('tl.load(offset_ptr, eviction_policy="evict_last"', "tl.load(offset_ptr"),
     ('absmax.to(tl.int32), eviction_policy="evict_last"', "absmax.to(tl.int32)"),
@@ -79,27 +77,12 @@ def chain(nibble, code_ptr):
 
 
 @triton.jit
-def tree(nibble, code_ptr):
-    codes = ()
-    for i in tl.static_range(16):
-        codes = codes + (tl.load(code_ptr + i),)
-    for bit in tl.static_range(4):  # 16 become 8, 4, 2, 1
-        is_odd = ((nibble >> bit) & 1) != 0
-        chosen = ()
-        for i in tl.static_range(8 >> bit):
-            chosen = chosen + (tl.where(is_odd, codes[2 * i + 1], codes[2 * i]),)
-        codes = chosen
-    return codes[0]
-
-
-@triton.jit
 def loads(nibble, code_ptr):
     return tl.load(code_ptr + nibble)
 
 
-LADDER = [  # (step, what it taught, the notebook's definitions so changed); five up to ours
+LADDER = [  # (step, what it taught, the notebook's definitions so changed); up to ours
     ("bytes, chain of 15 selects", "the naive start", by_bytes(chain)),
-    ("bytes, tree of 15 selects", "fewer selects in a row", by_bytes(tree)),
     ("bytes, the code by loads", "a cache is a table", by_bytes(loads)),
     (
         "words, the code by loads",

@@ -47,7 +47,6 @@ LLAMAS = (  # (model, its sizes, sequences, tokens of each)
     ("4 layers of 1024 x 2816, LoRA", SMALL, 4, 256),
     ("4 layers of 1024 x 2816, LoRA", SMALL, 1, 64),
     ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 2, 1024),
-    ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 1, 256),
     ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 1, 64),
 )
 # (hidden size, intermediate size, tokens of one sequence)
