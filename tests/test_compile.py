@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from unittest import mock
 
 import bitsandbytes as bnb
 import helpers
@@ -65,6 +66,18 @@ def test_all_weights_of_a_kind_share_one_graph(planned, dynamic):
                 assert planned.n_wrong(out, layer) == 0
             planned.ran(layer)
         assert counter.frame_count == 1
+
+
+def test_compiled_code_makes_no_detour_through_params4bit(nf4, device, monkeypatch):
+    """Its __torch_function__ takes longer than all else that the operator does in Python."""
+    layer = nf4.bnb_Linear4bit(64, 64).to(device)
+    function = compiled(nf4.your_dequantize_nf4, "inductor")
+    function(layer)
+    run = mock.Mock(wraps=nf4.run_operator)
+    monkeypatch.setattr(nf4.namespace, "run", run)
+    assert nf4.bits_differing(function(layer), nf4.bnb_dequantize(layer)) == 0
+    ((tensors, _), _) = run.call_args
+    assert type(tensors[0]) is torch.Tensor
 
 
 def test_the_operator_keeps_torchs_rules(nf4, device):
