@@ -268,7 +268,7 @@ class Planned:
         self.n_by_operator, self.run_operator = 0, nf4.run_operator
         patch.setattr(nf4.namespace, "run", self.count_and_run)
         self.said = []  # in the log
-        patch.setattr(nf4, "LOG", types.SimpleNamespace(warning=self.hear))
+        patch.setattr(nf4, "LOG", types.SimpleNamespace(warning=self.hear, info=print))
 
     def hear(self, text, *given):
         self.said.append(text % given)

@@ -36,7 +36,7 @@ def test_a_report_can_fail(nf4, device):
     layers = [nf4.bnb_Linear4bit(64, 64 * n, torch.float32).to(device) for n in (1, 2)]
     inputs = [(torch.zeros(1), layer) for layer in layers]
     right = [[nf4.your_dequantize_nf4(layer)] for layer in layers]
-    report = partial(nf4.compile_report, how={"fullgraph": True, "backend": BACKEND})
+    report = partial(nf4.compile_report, settings={"fullgraph": True, "backend": BACKEND})
 
     def function(X, layer):
         return [nf4.your_dequantize_nf4(layer)]

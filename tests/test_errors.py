@@ -175,6 +175,6 @@ def test_a_layer_that_is_not_quantized_yet_is_refused_in_words(nf4):
 
 
 def test_a_cpus_weight_needs_the_interpreter(nf4, monkeypatch):
-    monkeypatch.setattr(nf4, "INTERPRETED", nf4.tl.constexpr(False))
+    monkeypatch.setattr(nf4, "INTERPRETED", False)
     with pytest.raises(ValueError, match="the weight must be on CUDA, got cpu"):
         nf4.dequantize_nf4(*nf4.quantized((32, 64), torch.float16, "cpu"))

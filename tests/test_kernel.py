@@ -132,7 +132,7 @@ def test_nothing_is_written_beyond_the_output(nf4, device, look_up, tally, dtype
         assert differing(nf4, tally, out, want) == 0, state.shape
 
 
-TRUNCATED = "(_mul_rn(codes, scale[:, None]).to(tl.int32, bitcast=True) & -8192)"
+TRUNCATED = "(_mul_rn(entries, scale[:, None]).to(tl.int32, bitcast=True) & -8192)"
 FUSED = "code2.to(tl.float64) * absmax2.to(tl.float64) + offset.to(tl.float64)"
 WRONG = {  # what is wrong: (text in the notebook, its replacement)
     "nibbles swapped, by loads": ("4 * (tl.arange(0, 8) ^ 1)", "4 * tl.arange(0, 8)"),
@@ -152,7 +152,7 @@ WRONG = {  # what is wrong: (text in the notebook, its replacement)
         "scale = _mul_rn(code2, absmax2) + offset",
         f"scale = ({FUSED}).to(tl.float32)",
     ),
-    "truncated": ("_mul_rn(codes, scale[:, None])", f"{TRUNCATED}.to(tl.float32, bitcast=True)"),
+    "truncated": ("_mul_rn(entries, scale[:, None])", f"{TRUNCATED}.to(tl.float32, bitcast=True)"),
     "subnormals kept": ("libdevice.mul_rn(a, b)", "a * b"),
 }
 ELSEWHERE = {"nibbles swapped, by loads": GPU, "subnormals kept": not GPU}  # never run there

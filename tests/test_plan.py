@@ -119,11 +119,12 @@ def test_a_change_is_seen(planned, what):
 
 
 def test_each_form_of_a_weight_has_its_plan(planned):
-    """As with offloading or FSDP: the packed bytes are now here, now there."""
+    """As with offloading or FSDP, or of a model on many GPUs: there may be a dozen in turn."""
     layer = planned.called()
     packed = layer.weight
     forms = [packed, helpers.moved(packed, 1), packed.t(), packed.view(-1)]
     forms.append(torch.nn.Parameter(packed, requires_grad=False))
+    forms += [packed.view(-1, 2**i) for i in range(1, 8)]
     for wanted in ("operator", "plan", "plan"):
         for layer.weight in forms:
             assert planned.ran(layer) == ("plan" if layer.weight is packed else wanted)
@@ -401,15 +402,16 @@ class Plans(dict):
         return sum(self.values(), [])
 
 PLANS = namespace.plans = Plans()
-PLANS.clear()  # of a"""
+PLANS.clear()
+REFUSED"""
 LACKING = [
     Lacking("not are_alike(*tensors)", partial(test_a_change_is_seen, what="every second byte")),
     Lacking("n_modes()", partial(test_compile.test_tracers_make_no_weight_constant, how="make_fx")),
     Lacking("0 in addresses", partial(test_a_change_is_seen, what="weight freed")),
     Lacking("(addresses[0] % 4 == 0) != is_aligned", test_each_form_of_a_weight_has_its_plan),
     Lacking("addresses[i] % itemsize", test_a_table_at_an_odd_address_is_refused),
-    Lacking("current_gpu() != gpu", test_another_gpu_may_be_current),
-    Lacking("*last), current_stream(gpu))", test_the_current_stream_is_used, "*last), 0)"),
+    Lacking("current_gpu() != index", test_another_gpu_may_be_current),
+    Lacking("*last), current_stream(index))", test_the_current_stream_is_used, "*last), 0)"),
     Lacking("made.profile_scratch_size", test_a_kernel_with_scratch_memory_gets_none),
     Lacking("kind in REFUSED", test_a_start_that_gives_other_bits_is_not_kept),
     Lacking(
@@ -433,7 +435,7 @@ LACKING = [
         partial(test_a_change_is_seen, what="weight that requires grad"),
         '"AutogradXPU", torch.library.fallthrough_kernel',
     ),
-    Lacking("PLANS.clear()  # of a", test_no_kind_gets_anothers_plan, PLANS_OF_ANY_KIND),
+    Lacking("PLANS.clear()\nREFUSED", test_no_kind_gets_anothers_plan, PLANS_OF_ANY_KIND),
     Lacking(
         "torch.compiler.is_dynamo_compiling()",
         partial(test_compile.test_all_weights_of_a_kind_share_one_graph, dynamic=None),

@@ -23,8 +23,8 @@ EXPECTED = """**What to expect: an estimate, not a measurement.** For the test's
     seconds = bytes / (share x a copy's speed on a T4) + 9000 x host's time a call x factor
 
 The host's time is what a call takes beyond its kernel in the race of {gpu}, {date}. The factor, for
-Colab's slower host, is the one with which the three launches take a published time; we assume that
-it is the same for all three."""
+another host, makes the formula give a published time of the three launches, and is then used for
+Unsloth and for ours."""
 DOUBT = "The published times come from two hosts that drift; no kernel like ours was timed on a T4."
 
 
@@ -72,7 +72,9 @@ def record_block(record, runs, t4, tests):
                 row[f"mix in all {len(runs)} runs"] = from_to(others)
             rows.append(row)
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
-    exact = "{checked:,} weights compared bit for bit, {differing} differ".format(**record["exact"])
+    exact = "{checked:,} weights compared bit for bit, each twice; {differing} differ".format(
+        **record["exact"]
+    )
     line = f"**{origin}.** {exact}. *Run all* took {record['seconds'] / 60:.0f} minutes."
     if tests:
         text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped."
