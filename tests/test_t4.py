@@ -68,9 +68,3 @@ def test_the_code_is_lean(version):
             assert row["instructions_per_weight"] <= most, row
         else:  # all programs but the last, too
             assert row["store_bits"].split()[-1] == "128", row
-
-
-def test_a_triton_that_there_is_not_is_refused_in_a_sentence():
-    done = sm_75("nonsense")
-    assert done.returncode == 1 and "could not install triton nonsense" in done.stderr
-    assert "python tools/sm_75.py --record" in done.stderr, "its commands are said"
