@@ -72,7 +72,7 @@ def record_block(record, runs, t4, tests):
                 row[f"mix in all {len(runs)} runs"] = from_to(others)
             rows.append(row)
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
-    exact = "{checked:,} weights compared bit for bit, each twice; {differing} differ".format(
+    exact = "{checked:,} comparisons of weights, bit for bit: {differing} differ".format(
         **record["exact"]
     )
     line = f"**{origin}.** {exact}. *Run all* took {record['seconds'] / 60:.0f} minutes."

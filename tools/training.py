@@ -170,7 +170,7 @@ def write_rows_of_mlps():
 def lines_for_unsloth():
     """README's, which put nf4_triton.dequantize_nf4 in the place of Unsloth's own."""
     readme = (ROOT / "README.md").read_text()
-    return re.search(r"```python\n(import unsloth.*?)```", readme, re.S)[1]
+    return re.search(r"```python\n(from unsloth.*?)```", readme, re.S)[1]
 
 
 def measure_mlps(nf4, runs, device, rounds=200):
