@@ -10,6 +10,7 @@ import bitsandbytes as bnb
 import helpers
 import pytest
 import torch
+import triton
 from torch._dynamo.device_interface import CudaInterface
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor_config
@@ -355,7 +356,8 @@ def test_compiled_training_has_eager_trainings_gradients(
 
 @pytest.mark.gpu
 def test_a_t4s_bf16_is_really_compiled(nf4, monkeypatch, tmp_path):
-    """Torch and Inductor are told that the GPU is one."""
+    """Torch and Inductor are told that the GPU is one; Triton has asked before, and knows."""
+    triton.runtime.driver.active.get_current_target()
     is_supported = staticmethod(lambda including_emulation=False: False)
     monkeypatch.setattr(CudaInterface, "is_bf16_supported", is_supported)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
