@@ -4,7 +4,10 @@ Each fault comes to a first call, to the operator, to fake tensors and to a comp
 call that has a plan: test_plan.py). Each time the right weight gives the right bits afterwards.
 """
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -178,3 +181,14 @@ def test_a_cpus_weight_needs_the_interpreter(nf4, monkeypatch):
     monkeypatch.setattr(nf4, "INTERPRETED", False)
     with pytest.raises(ValueError, match="the weight must be on CUDA, got cpu"):
         nf4.dequantize_nf4(*nf4.quantized((32, 64), torch.float16, "cpu"))
+
+
+def test_an_interpreter_that_is_asked_for_too_late_is_told_so():
+    script = (
+        "import os, triton; os.environ['TRITON_INTERPRET'] = '1'; import helpers; helpers.load()"
+    )
+    environment = os.environ | {"PYTHONPATH": ":".join([str(helpers.ROOT / "tests"), *sys.path])}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "TRITON_INTERPRET=1 must be set before triton is imported first" in done.stderr

@@ -100,11 +100,13 @@ def test_the_record_has_the_form_that_others_read():
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A copy of the notebook and the README, without results."""
+    """A copy of the README and the notebook, as if it had just run; without results."""
     folder = tmp_path / "project"
     (folder / "results").mkdir(parents=True)
-    for name in ("nf4_triton.ipynb", "README.md"):
-        (folder / name).write_bytes((ROOT / name).read_bytes())
+    (folder / "README.md").write_bytes((ROOT / "README.md").read_bytes())
+    notebook = nbformat.read(helpers.NOTEBOOK, as_version=4)
+    notebook.metadata["code"] = record.code_hash(notebook)
+    nbformat.write(notebook, folder / "nf4_triton.ipynb")
     monkeypatch.setattr(record, "ROOT", folder)
     for module in (record, blocks):
         monkeypatch.setattr(module, "RESULTS", folder / "results")
@@ -179,7 +181,6 @@ def test_a_run_with_a_fault_changes_nothing(run, name):
 def test_the_record_stays_valid_after_a_comment_and_says_what_to_run_after_code(project):
     path = project / "nf4_triton.ipynb"
     notebook = nbformat.read(path, as_version=4)
-    notebook.metadata["code"] = record.code_hash(notebook)
     for cell in record.code_cells(notebook):
         cell.source += "\n\n# a comment"
     nbformat.write(notebook, path)
@@ -214,7 +215,11 @@ CASES = {  # what is installed: (versions, GPUs; None without a driver; what pip
         ["bitsandbytes>=0.50", "unsloth", "torch==2.11.0+cu128", "triton==3.6.0", "numpy==2.0.2"],
     ),
     "unsloth, which wants a GPU": ({"unsloth": MISSING}, None, []),
-    "torch without a GPU": ({"torch": MISSING}, None, ["torch==2.13.0"]),
+    "torch without a GPU": (
+        {"torch": MISSING},
+        None,
+        ["torch==2.13.0", "--extra-index-url=https://download.pytorch.org/whl/cpu"],
+    ),
     "NGC's torch": ({"torch": "2.9.0a0+nv25.9", "unsloth": "2026.10.9"}, 1, []),
     "too old a torch": ({"torch": "2.8.0"}, 0, ["torch>=2.9", "torch==2.8.0"]),
     "a package that half an install left": ({"tqdm": None}, 0, ["tqdm"]),
