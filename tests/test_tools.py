@@ -8,7 +8,6 @@ import types
 import helpers
 import ladder
 import pytest
-import sanitize
 import t4
 import torch
 import training
@@ -173,15 +172,3 @@ def test_no_estimate_without_what_it_needs(tmp_path, lacking):
     with pytest.raises(SystemExit, match=words):
         t4.estimate(results)
     assert sorted(results.iterdir()) == before
-
-
-NEEDS_GPU = [(ladder, []), (sanitize, [[]]), (t4, [["rehearse", "run"]]), (training, [])]
-
-
-@pytest.mark.parametrize("tool, arguments", NEEDS_GPU)
-def test_without_a_gpu_a_sentence_says_so(tmp_path, monkeypatch, tool, arguments):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match=r"GPU.*\bnone|GPU and"):
-        tool.main(*arguments)
-    assert list(tmp_path.iterdir()) == []

@@ -72,10 +72,9 @@ def record_block(record, runs, t4, tests):
                 row[f"mix in all {len(runs)} runs"] = from_to(others)
             rows.append(row)
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
-    exact = "{checked:,} comparisons of weights, bit for bit: {differing} differ".format(
-        **record["exact"]
-    )
-    line = f"**{origin}.** {exact}. *Run all* took {record['seconds'] / 60:.0f} minutes."
+    exact = "{checked:,} comparisons of weights, bit for bit: {differing} differ."
+    line = f"**{origin}.** {exact.format(**record['exact'])}"
+    line += f" *Run all* took {record['seconds'] / 60:.0f} minutes."
     if tests:
         text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped."
         line += text.format(**tests)
