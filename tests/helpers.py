@@ -10,7 +10,9 @@ import ctypes
 import json
 import linecache
 import operator
+import os
 import re
+import subprocess
 import sys
 import types
 from concurrent import futures
@@ -97,6 +99,13 @@ def one_byte_on(table):
     """A copy at an odd address, as DLPack can hand one over."""
     shifted = torch.from_dlpack(moved(table.reshape(-1).view(torch.uint8), 1))
     return shifted.view(table.dtype).view(table.shape)
+
+
+def in_a_process(script, **environment):
+    """What became of the script in a Python of its own, which sees the tests and the tools."""
+    environment["PYTHONPATH"] = ":".join(map(str, [ROOT / "tests", ROOT / "tools", *sys.path]))
+    how = {"env": os.environ | environment, "capture_output": True, "text": True, "timeout": 600}
+    return subprocess.run([sys.executable, "-c", script], **how)
 
 
 def write_json(path, content):

@@ -1,7 +1,5 @@
 """Compilers, tracers and transforms see one operator: one graph, equal bits, no constant weight."""
 
-import os
-import subprocess
 import sys
 from functools import partial
 from unittest import mock
@@ -214,7 +212,7 @@ def test_the_next_process_follows_an_edit_with_warm_caches(device, tmp_path):
     said = []
     for edits in ([("_mul_rn(code2, absmax2) + offset", "_mul_rn(code2, absmax2) - offset")], []):
         script = IN_A_PROCESS.format(edits=edits, device=device)
-        done = in_a_process(script, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        done = helpers.in_a_process(script, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.split("differing:")[1].strip())
     assert said[0] != "0" and said[1] == "0"
@@ -273,21 +271,13 @@ def test_a_packaged_graph_keeps_the_bits(device, nested, tmp_path):
     """In a process of its own, which native code may end."""
     ours = f"Frozen(nf4, {device!r}, {nested})"
     script = PACKAGED.format(module=ours, device=device, path=str(tmp_path / "module.pt2"))
-    done = in_a_process(script)
+    done = helpers.in_a_process(script)
     if done.returncode < 0:  # by a signal
         plain = f"torch.nn.Linear(64, 32, device={device!r})"
         control = PACKAGED.format(module=plain, device=device, path=str(tmp_path / "plain.pt2"))
-        if in_a_process(control).returncode == done.returncode:
+        if helpers.in_a_process(control).returncode == done.returncode:
             pytest.skip("here a package of torch.nn.Linear ends the process, too")
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def in_a_process(script, **environment):
-    environment["PYTHONPATH"] = ":".join([str(helpers.ROOT / "tests"), *sys.path])
-    if not GPU:
-        environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
 
 
 def test_compiled_training_keeps_no_dequantized_weight(planned):

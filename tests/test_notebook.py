@@ -49,7 +49,7 @@ def test_every_code_cell_was_run_and_none_ended_in_an_error():
 
 
 def test_the_outputs_shown_are_of_the_gpu_that_the_headline_names():
-    shown = record.shown_record()
+    shown = blocks.shown_record()
     headline = f"**{shown['gpu']}, {shown['date']}; host"
     cure = "take a run in by tools/record.py, or `git checkout nf4_triton.ipynb` for its outputs"
     outputs = json.dumps(cell_named("versions").outputs)
@@ -60,14 +60,14 @@ def test_the_outputs_shown_are_of_the_gpu_that_the_headline_names():
 
 
 def test_what_notebook_and_readme_state_is_what_is_recorded():
-    found = record.blocks()
+    found = blocks.generated()
     notebook = [cell.source for cell in helpers.cells() if cell.cell_type == "markdown"]
     readme = (ROOT / "README.md").read_text()
     assert set(BLOCK.findall("\n".join(notebook))) == {"record", "ladder", "variants", "t4"}
     assert set(BLOCK.findall(readme)) == {"record", "training"}
     assert set(found) == {"record", "ladder", "variants", "t4", "training"}
     for text in [*notebook, readme]:
-        assert record.with_blocks(text, found) == text, "run .venv/bin/python tools/record.py"
+        assert blocks.with_blocks(text, found) == text, "run .venv/bin/python tools/record.py"
 
 
 ROWS = {  # of the record: the fields of each
@@ -81,13 +81,13 @@ ROWS = {  # of the record: the fields of each
 
 
 def test_the_record_has_the_form_that_others_read():
-    shown = record.shown_record()
+    shown = blocks.shown_record()
     assert set(record.FIELDS) == set(shown)
     for name, fields in ROWS.items():
         for row in shown[name]:
             assert set(row) == fields, name
     assert shown["exact"]["checked"] > 200_000_000 and shown["exact"]["differing"] == 0
-    gpu = record.slug(shown["gpu"])
+    gpu = blocks.slug(shown["gpu"])
     expected = {f"{gpu}.json", f"{gpu}-calls.png", f"{gpu}-race.png", "warp.png"}
     for name in ("runs", "sm_75", "ladder", "t4", "tests", "training"):
         expected.add(f"{name}.json")
@@ -108,8 +108,7 @@ def project(tmp_path, monkeypatch):
     notebook.metadata["code"] = record.code_hash(notebook)
     nbformat.write(notebook, folder / "nf4_triton.ipynb")
     monkeypatch.setattr(record, "ROOT", folder)
-    for module in (record, blocks):
-        monkeypatch.setattr(module, "RESULTS", folder / "results")
+    monkeypatch.setattr(blocks, "RESULTS", folder / "results")
     return folder
 
 
@@ -120,7 +119,7 @@ def run(tmp_path, project):
     (folder / "results").mkdir(parents=True)
     (folder / "nf4_triton.ipynb").write_bytes(helpers.NOTEBOOK.read_bytes())
     latest = json.loads((ROOT / "results" / "runs.json").read_text())[-1]
-    for path in (ROOT / "results").glob(f"{record.slug(latest['gpu'])}*"):
+    for path in (ROOT / "results").glob(f"{blocks.slug(latest['gpu'])}*"):
         (folder / "results" / path.name).write_bytes(path.read_bytes())
     return folder
 
@@ -128,15 +127,15 @@ def run(tmp_path, project):
 def test_a_run_is_taken_in_whole(run):
     """In the place of another GPU's: of that its line stays."""
     before = {"gpu": "Tesla T4", "ratios": {"unsloth": {"mix": 1.2}}}
-    (record.RESULTS / "runs.json").write_text(json.dumps([before]))
+    (blocks.RESULTS / "runs.json").write_text(json.dumps([before]))
     for name in ("tesla-t4.json", "tesla-t4-race.png"):
-        (record.RESULTS / name).write_text("")
+        (blocks.RESULTS / name).write_text("")
     record.take(run)
     record.write_blocks()
-    shown = record.shown_record()
-    assert [each["gpu"] for each in record.stored("runs")] == ["Tesla T4", shown["gpu"]]
+    shown = blocks.shown_record()
+    assert [each["gpu"] for each in blocks.stored("runs")] == ["Tesla T4", shown["gpu"]]
     names = {path.name for path in (run / "results").iterdir()}
-    assert {path.name for path in record.RESULTS.iterdir()} == {*names, "runs.json"}
+    assert {path.name for path in blocks.RESULTS.iterdir()} == {*names, "runs.json"}
     assert f" {shown['race'][2]['ratio']:.2f} |" in (record.ROOT / "README.md").read_text()
 
 
@@ -175,7 +174,7 @@ def test_a_run_with_a_fault_changes_nothing(run, name):
     spoil(run)
     with pytest.raises(SystemExit, match=words):
         record.take(run)
-    assert not list(record.RESULTS.iterdir())
+    assert not list(blocks.RESULTS.iterdir())
 
 
 def test_the_record_stays_valid_after_a_comment_and_says_what_to_run_after_code(project):
@@ -194,8 +193,8 @@ def test_the_record_stays_valid_after_a_comment_and_says_what_to_run_after_code(
 def test_an_estimate_of_another_run_than_the_one_shown_is_noticed(project):
     for path in (ROOT / "results").glob("*.json"):
         (project / "results" / path.name).write_bytes(path.read_bytes())
-    t4 = record.stored("t4")
-    assert t4["record"]["host_us"] == record.host_us(record.shown_record()), "run t4.py estimate"
+    t4 = blocks.stored("t4")
+    assert t4["record"]["host_us"] == record.host_us(blocks.shown_record()), "run t4.py estimate"
     t4["record"]["host_us"]["ours"] += 1
     (project / "results" / "t4.json").write_text(json.dumps(t4))
     with pytest.raises(SystemExit, match="another run: run tools/t4.py estimate"):

@@ -5,8 +5,6 @@ import concurrent.futures
 import copy
 import gc
 import importlib.util
-import os
-import subprocess
 import sys
 import threading
 from unittest import mock
@@ -19,8 +17,6 @@ import training
 from bitsandbytes.functional import quantize_4bit
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
-
-GPU = torch.cuda.is_available()
 
 
 def product(A, B, quant_state, out=None, bias=None):
@@ -126,7 +122,9 @@ def test_a_compiler_need_not_know_how_many_tokens_come(nf4, device):
     """No size is guarded: programs of dynamic shapes compile and are exported as without us."""
     layer, weight = frozen_layer(nf4, device)
     module = Product(layer)
-    function = torch.compile(module, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    function = torch.compile(
+        module, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager"
+    )
     with nf4.in_bitsandbytes():
         for n_tokens in (100, 30):
             x = torch.randn(n_tokens, 64, device=device)
@@ -232,10 +230,7 @@ def test_training_by_unsloth(tmp_path):
     """In a process of its own: Unsloth changes transformers and peft when it is imported."""
     command = "import unsloth, test_programs; test_programs.train_by_unsloth()"
     environment = {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_COMPILE_LOCATION": str(tmp_path)}
-    paths = [helpers.ROOT / "tests", helpers.ROOT / "tools", *sys.path]
-    environment["PYTHONPATH"] = ":".join(map(str, paths))
-    how = {"env": os.environ | environment, "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run([sys.executable, "-c", command], **how)
+    done = helpers.in_a_process(command, **environment)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -50,7 +50,7 @@ def test_a_wrong_step_of_the_ladder_is_found(nf4, device, monkeypatch):
         ladder.agreeing(*nf4.quantized((64, 512), torch.float16, device))
 
 
-def test_an_instruction_that_the_emulator_does_not_know_is_named(nf4, monkeypatch):
+def test_an_instruction_that_the_emulator_does_not_know_is_named(nf4):
     """And where to teach it: so the assembly is edited without a GPU."""
     other = ("shr.u32 shifted, $8, {shift};", "bfe.u32 shifted, $8, {shift}, 4;")
     edited = ladder.edited("bfe", other)

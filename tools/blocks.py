@@ -56,8 +56,8 @@ def markdown(rows):
     return table.to_markdown(index=False, disable_numparse=True, colalign=sides)
 
 
-def from_to(values, digits=2):
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+def from_to(values):
+    return f"{min(values):.2f} to {max(values):.2f}"
 
 
 def record_block(record, runs, t4, tests):
@@ -134,7 +134,7 @@ def training_block(training):
     return f"{markdown(rows.values())}\n\n{training['gpu']}, {training['date']}."
 
 
-def blocks():
+def generated():
     """{name: what stands in results/ for it}."""
     found, record = {}, shown_record()
     ladder, t4, training = stored("ladder"), stored("t4"), stored("training")

@@ -16,18 +16,8 @@ import sys
 import tokenize
 from pathlib import Path
 
+import blocks
 import nbformat
-from blocks import (
-    BASELINES,
-    DTYPES,
-    RESULTS,
-    blocks,
-    of_race,
-    shown_record,
-    slug,
-    stored,
-    with_blocks,
-)
 from t4 import host_us
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,13 +28,13 @@ TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run"
 
 
 def write_blocks():
-    found = blocks()
+    found = blocks.generated()
     notebook = nbformat.read(ROOT / "nf4_triton.ipynb", as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = with_blocks(cell.source, found)
+            cell.source = blocks.with_blocks(cell.source, found)
     files = {ROOT / "nf4_triton.ipynb": nbformat.writes(notebook) + "\n"}
-    files[ROOT / "README.md"] = with_blocks((ROOT / "README.md").read_text(), found)
+    files[ROOT / "README.md"] = blocks.with_blocks((ROOT / "README.md").read_text(), found)
     replace(files)
 
 
@@ -79,7 +69,7 @@ def check():
     notebook = nbformat.read(ROOT / "nf4_triton.ipynb", as_version=4)
     if notebook.metadata.get("code") != code_hash(notebook):
         raise SystemExit(f"code cells differ from those whose outputs and record stand: {TO_RUN}")
-    shown, t4 = shown_record(), stored("t4")
+    shown, t4 = blocks.shown_record(), blocks.stored("t4")
     if t4 and t4["record"]["host_us"] != host_us(shown):
         raise SystemExit("the T4's estimate is of another run: run tools/t4.py estimate")
     print("outputs and record are of the code as it stands")
@@ -99,7 +89,7 @@ def objections(record, executed, notebook, pictures):
         return
     if record["exact"]["differing"]:
         yield "{differing} of {checked} weights differ".format(**record["exact"])
-    if set(of_race(record, "unsloth")) != set(DTYPES):
+    if set(blocks.of_race(record, "unsloth")) != set(blocks.DTYPES):
         yield "there is no race against today's Unsloth in fp16, bf16 and mix"
     for picture in pictures:
         if not picture.exists():
@@ -126,18 +116,22 @@ def take(folder):
     ask = ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(ask, capture_output=True, text=True).stdout.strip() or None
     run = {name: record[name] for name in ("gpu", "cpu", "date")} | {"commit": commit}
-    run["ratios"] = {who: of_race(record, who) for who in BASELINES if of_race(record, who)}
-    files = {RESULTS / "runs.json": json.dumps([*(stored("runs") or []), run], indent=1) + "\n"}
+    run["ratios"] = {}
+    for who in blocks.BASELINES:
+        if ratios := blocks.of_race(record, who):
+            run["ratios"][who] = ratios
+    runs = [*(blocks.stored("runs") or []), run]
+    files = {blocks.RESULTS / "runs.json": json.dumps(runs, indent=1) + "\n"}
     for path in (paths[0], *pictures):
-        files[RESULTS / path.name] = path.read_bytes()
+        files[blocks.RESULTS / path.name] = path.read_bytes()
     notebook.metadata["code"] = code_hash(notebook)
     files[ROOT / "nf4_triton.ipynb"] = nbformat.writes(notebook) + "\n"
     replace(files)
-    for listed in stored("runs"):
-        for old in RESULTS.glob(f"{slug(listed['gpu'])}*"):
+    for listed in runs:
+        for old in blocks.RESULTS.glob(f"{blocks.slug(listed['gpu'])}*"):
             if old not in files:  # another GPU's: its ratios stand in runs.json
                 old.unlink()
-    print(f"taken in: {record['gpu']}, {record['date']}; {len(stored('runs'))} runs are listed")
+    print(f"taken in: {record['gpu']}, {record['date']}; {len(runs)} runs are listed")
 
 
 def main(arguments):
