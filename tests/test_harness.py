@@ -1,7 +1,5 @@
-"""Protects the graders: the challenge's loop to the letter, a fair race, a marking that pays for
-evidence alone."""
+"""Protects the graders: the challenge's loop to the letter, a fair race, a record without loss."""
 
-import copy
 import json
 import time
 import types
@@ -168,69 +166,6 @@ def test_a_fourth_shape_is_one_more_entry(nf4, monkeypatch):
         assert len(row["us"]) == len(row["issue_us"]) == 4
     monkeypatch.setattr(nf4, "timed", lambda X, mlp, fx, loops: 1.0)
     assert nf4.test_dequantize(nf4.your_dequantize_nf4, options=options) == 4.0
-
-
-PTX = "shfl.sync.idx.b32 ld.global.L1::evict_first.b32"
-
-
-def record_of(nf4, ratio=1.2, gpu="Tesla T4"):
-    official, reports = [], []
-    for dtype, more in (("float16", 0.5), ("bfloat16", 0.0), ("mix", 0.5)):  # the lowest counts
-        official.append({"dtype": dtype, "who": "unsloth", "seconds": ratio + more})
-        official.append({"dtype": dtype, "who": "ours", "seconds": 1.0})
-    for dtype in ("float16", "bfloat16"):
-        row = {"dtype": dtype, "compiled": True, "bit_equal": True, "graphs": 1}
-        reports += [row, dict(row)]
-    exact = {"checked": 10, "differing": 0}
-    return {"gpu": gpu, "exact": exact, "official": official, "compile": reports}
-
-
-def marked(nf4, record, kernels=("k",), ptx=PTX):
-    return {row["criterion"]: row["points"] for row in nf4.score(record, list(kernels), ptx)}
-
-
-@pytest.mark.parametrize(
-    "ratio, points",
-    [(0.9, -3), (1.0, -3), (1.04, 0), (1.05, 1), (1.1, 3), (1.149, 3), (1.15, 5), (2.0, 5)],
-)
-def test_a_t4s_speedup_earns_what_the_challenge_says(nf4, ratio, points):
-    assert marked(nf4, record_of(nf4, ratio))["speedup"] == points
-    assert marked(nf4, record_of(nf4, ratio, "NVIDIA H100"))["speedup"] == 0
-
-
-def test_everything_right_earns_all_fourteen(nf4):
-    assert sum(marked(nf4, record_of(nf4)).values()) == 14
-
-
-LACKING = {  # what is wrong: (path in the record, value; the criteria that it costs)
-    "a wrong bit": (
-        ("exact", "differing"),
-        1,
-        {"custom asm works": 0, "tested in f16 and bf16": -1},
-    ),
-    "nothing compared": (("exact", "checked"), 0, {"custom asm works": 0}),
-    "no times": (("official",), [], {"speedup": -3, "tested in f16 and bf16": -1}),
-    "nothing compiled": (("compile",), [], {"works in torch.compile": -1}),
-    "one graph not compiled": (("compile", 0, "compiled"), False, {"works in torch.compile": -1}),
-    "other bits compiled": (("compile", 1, "bit_equal"), False, {"works in torch.compile": -1}),
-}
-
-
-@pytest.mark.parametrize("name", LACKING)
-def test_missing_evidence_costs_the_points(nf4, name):
-    path, value, costs = LACKING[name]
-    record = copy.deepcopy(record_of(nf4))
-    place = record
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
-    assert marked(nf4, record).items() >= costs.items()
-
-
-def test_a_second_kernel_or_plain_code_costs_the_points(nf4):
-    points = marked(nf4, record_of(nf4), kernels=("k", "fill"), ptx="")
-    assert points["single Triton kernel"] == points["custom asm works"] == 0
-    assert points["uses cache eviction"] == 0
 
 
 def test_a_record_is_saved_whole_or_not_at_all(nf4, tmp_path, monkeypatch):

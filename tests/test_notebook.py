@@ -76,7 +76,7 @@ ROWS = {  # of the record: the fields of each
     "race": {"dtype", "who", "kernels", "ratio", "low", "high", "us", "issue_us"},
     "compile": {"function", "dtype", "graphs", "graph_breaks", "recompiles"}
     | {"bit_equal", "compiled"},
-    "score": {"criterion", "points", "possible", "evidence"},
+    "score": {"criterion", "possible", "evidence"},
 }
 
 
