@@ -39,7 +39,7 @@ BYTE_BY_BYTE = """
     tl.store(out_ptr + index, weights, mask=index < n_weights)
 """
 BY_LOADS = (  # (a text of the notebook, its replacement), like each of NO_POLICY
-    'f"shfl.sync.idx.b32 ${i}, entry, shifted, {half_warp}, -1;"',
+    'f"shfl.sync.idx.b32 ${i}, entry, shifted, {segments:#x}, -1;"',
     'f"and.b32 lane, shifted, 15; mad.wide.u32 at, lane, 4, $9; ld.global.nc.b32 ${i}, [at];"',
 )
 NO_POLICY = (
