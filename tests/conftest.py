@@ -87,7 +87,7 @@ def look_up(nf4, monkeypatch, request):
 
 @pytest.fixture
 def world(nf4, monkeypatch):
-    """Plans are made and started, on a CPU by stand-ins; there it is theirs to change."""
+    """On a CPU the stand-ins' namespace, whose `device` and `stream` a test may set; else None."""
     return None if GPU else helpers.plan_on_cpu(nf4, monkeypatch)
 
 

@@ -193,13 +193,6 @@ POINTERS = {  # Triton's names of the types
 }
 
 
-class Compiled(types.SimpleNamespace):
-    """Stands for Triton's CompiledKernel."""
-
-    def _init_handles(self):
-        pass
-
-
 def plan_on_cpu(nf4, monkeypatch):
     """Plans are made as on a GPU; their launcher rebuilds tensors at the addresses it is given.
 
@@ -218,22 +211,25 @@ def plan_on_cpu(nf4, monkeypatch):
         def function(programs, warps, types_given, given):
             assert (programs, warps) == (*grid, num_warps)
             assert types_given == "O" * len(facts) + "iOO"
-            assert given[len(facts) + 1 :] == (None, None)
-            assert given[len(facts)] == n_weights and given[1] % alignment == 0
-            assert all(given[: len(facts)]), "memory that was freed"
-            found = [at(address, *fact) for address, fact in zip(given, facts)]
+            *addresses, n_given, scratch, profile_scratch = given
+            assert (n_given, scratch, profile_scratch) == (n_weights, None, None)
+            _, weight_address, *_ = addresses
+            assert weight_address % alignment == 0
+            assert all(addresses), "memory that was freed"
+            found = [at(address, *fact) for address, fact in zip(addresses, facts, strict=True)]
             found += [None] * (7 - len(found))
             kernel[grid](*found, n_weights, **constants)
 
-        metadata = types.SimpleNamespace(
-            num_warps=num_warps, shared=0, global_scratch_size=0, profile_scratch_size=0
-        )
+        scratch = {"global_scratch_size": 0, "profile_scratch_size": 0}
+        metadata = types.SimpleNamespace(num_warps=num_warps, shared=0, **scratch)
         source = types.SimpleNamespace(signature=dict(enumerate(signature)))
-        return Compiled(function=function, metadata=metadata, src=source)
+        compiled = {"function": function, "metadata": metadata, "src": source}
+        return types.SimpleNamespace(_init_handles=lambda: None, **compiled)
 
     def launch_kernel(function, x, y, z, num_warps, shared, types_given, arguments, stream):
         assert (y, z, shared) == (1, 1, 0) and stream == world.stream and world.device is None
-        with futures.ThreadPoolExecutor(1) as pool:  # tracers and transforms watch a thread
+        # In another thread: modes and transforms are thread-local; they see no real launch, either.
+        with futures.ThreadPoolExecutor(1) as pool:
             pool.submit(function, x, num_warps, types_given, arguments).result()
 
     @contextlib.contextmanager
@@ -246,7 +242,7 @@ def plan_on_cpu(nf4, monkeypatch):
         "_C._cuda_getDevice": lambda: world.device,
         "_C._cuda_getCurrentRawStream": lambda index: world.stream,
         "_C._StaticCudaLauncher": types.SimpleNamespace(_launch_kernel=launch_kernel),
-        # seen by nobody, either
+        # the CPU's allocator is as invisible to tracers
         "_C._dynamo.guards._empty_strided_cuda": torch._C._dynamo.guards._empty_strided_cpu,
         "cuda.device": current,
         "cuda.is_current_stream_capturing": lambda: False,
@@ -261,10 +257,21 @@ def plan_on_cpu(nf4, monkeypatch):
 
 def replace_in_torch(nf4, monkeypatch, name, stand_in):
     """What stands at a dotted name becomes the stand-in, and the notebook looks it up anew."""
-    owner, _, last = f"torch.{name}".rpartition(".")
-    owner = operator.attrgetter(owner)(types.SimpleNamespace(torch=torch))
+    owner, last = owner_of(name, torch)
     monkeypatch.setattr(owner, last, stand_in, raising=False)
     nf4.private.cache_clear()
+
+
+def remove_from_torch(nf4, monkeypatch, name):
+    """The name is gone, as where torch has renamed it, and the notebook looks it up anew."""
+    monkeypatch.delattr(*owner_of(name, torch))
+    nf4.private.cache_clear()
+
+
+def owner_of(name, root):
+    """(the object that has it, its last part) of a dotted name below the root."""
+    owner, _, last = f"root.{name}".rpartition(".")
+    return operator.attrgetter(owner)(types.SimpleNamespace(root=root)), last
 
 
 class Planned:
@@ -292,8 +299,8 @@ class Planned:
         weight, state = self.nf4.quantized(shape, dtype, seed=seed, **how)
         return types.SimpleNamespace(weight=weight, quant_state=state)
 
-    def called(self):
-        """A layer for whose kind there is a plan."""
+    def layer_with_plan(self):
+        """A layer whose first call has left a plan for its kind."""
         layer = self.made()
         assert self.ran(layer) == "operator" and self.nf4.PLANS
         return layer

@@ -30,8 +30,7 @@ def compiled(function, backend=BACKEND, **options):
     return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
-def test_a_report_can_fail(nf4, device):
-    """It counts a recompilation and sees wrong bits; a graph break is an error."""
+def test_compile_report_misses_no_recompilation_wrong_bit_or_graph_break(nf4, device):
     layers = [nf4.bnb_Linear4bit(64, 64 * n, torch.float32).to(device) for n in (1, 2)]
     inputs = [(torch.zeros(1), layer) for layer in layers]
     right = [[nf4.your_dequantize_nf4(layer)] for layer in layers]
@@ -113,8 +112,8 @@ def test_tracers_make_no_weight_constant(planned, how):
     """No weight becomes a constant, with a plan and without, whatever an earlier trace left."""
     layer, other = planned.made(), planned.made(1)
     other.quant_state = layer.quant_state
-    for _ in range(2):
-        for _ in range(2):
+    for _has_plan in (False, True):
+        for _again in (False, True):
             traced = TRACERS[how](
                 lambda packed: planned.nf4.dequantize_nf4(packed, layer.quant_state), layer.weight
             )
@@ -131,8 +130,8 @@ def test_a_transform_may_write_into_the_output(planned):
     def function(x):
         return planned.nf4.your_dequantize_nf4(layer).add_(x).float().sum()
 
-    for _ in range(2):
-        for _ in range(2):
+    for _has_plan in (False, True):
+        for _again in (False, True):
             assert (torch.func.grad(function)(x) == 1).all()
         planned.ran(layer)
 
@@ -176,7 +175,7 @@ def test_compiled_code_follows_an_edit(device, monkeypatch, what):
     """Cells run again, by a reader who edits them; what was compiled before gives what they say."""
     cell, text, replacement, again = EDITS[what]
     nf4 = helpers.load("nf4_followed")
-    if cell == "operator" and not GPU:  # which leaves the kernel that the stand-ins start
+    if cell == "operator" and not GPU:  # it alone keeps the kernel that plan_on_cpu patches
         helpers.plan_on_cpu(nf4, monkeypatch)
     by_assembly = nf4.tl.constexpr(True)  # on a CPU, too
     nf4.SHUFFLES = by_assembly
@@ -194,7 +193,8 @@ def test_compiled_code_follows_an_edit(device, monkeypatch, what):
         nf4.SHUFFLES = by_assembly
     eager = nf4.dequantize_nf4(weight, state)
     assert nf4.bits_differing(function(weight), eager) == 0
-    assert (nf4.bits_differing(eager, before) == 0) == (what == "the launch")
+    changes_bits = what != "the launch"
+    assert (nf4.bits_differing(eager, before) > 0) == changes_bits
 
 
 IN_A_PROCESS = """
@@ -244,14 +244,17 @@ class Frozen(torch.nn.Module):
         self.register_buffer("weight", weight)
 
     def forward(self, x):
-        return x @ self.dequantize(self.weight, self.quant_state).t()
+        weight = self.dequantize(self.weight, self.quant_state)
+        return x @ weight.t(), weight
 
 
 @pytest.mark.parametrize("nested", [True, False])
 def test_a_frozen_graph_keeps_the_bits(nf4, device, nested):
     module, x = Frozen(nf4, device, nested), torch.randn(4, 64, device=device)
     with torch.no_grad(), inductor_config.patch(freezing=True):
-        torch.testing.assert_close(compiled(module, "inductor")(x), module(x))
+        (out, weight), (want, wanted_weight) = compiled(module, "inductor")(x), module(x)
+    assert nf4.bits_differing(weight, wanted_weight) == 0
+    torch.testing.assert_close(out, want)  # a compiler may sum in another order
 
 
 PACKAGED = """
@@ -261,17 +264,19 @@ nf4 = helpers.load()
 module, x = {module}, torch.randn(4, 64, device={device!r})
 program = torch.export.export(module, (x,))
 path = torch._inductor.aoti_compile_and_package(program, package_path={path!r})
-torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), module(x))
+got, want = torch._inductor.aoti_load_package(path)(x), module(x)
+torch.testing.assert_close(tuple(got), tuple(want))
 """
+COMPARED = "assert nf4.bits_differing(got[1], want[1]) == 0"  # the weights
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 11), reason="torch 2.9 packages no such constants")
 @pytest.mark.parametrize("nested", [True, False])
 def test_a_packaged_graph_keeps_the_bits(device, nested, tmp_path):
     """In a process of its own, which native code may end."""
-    ours = f"Frozen(nf4, {device!r}, {nested})"
-    script = PACKAGED.format(module=ours, device=device, path=str(tmp_path / "module.pt2"))
-    done = helpers.in_a_process(script)
+    frozen = f"Frozen(nf4, {device!r}, {nested})"
+    script = PACKAGED.format(module=frozen, device=device, path=str(tmp_path / "module.pt2"))
+    done = helpers.in_a_process(script + COMPARED)
     if done.returncode < 0:  # by a signal
         plain = f"torch.nn.Linear(64, 32, device={device!r})"
         control = PACKAGED.format(module=plain, device=device, path=str(tmp_path / "plain.pt2"))

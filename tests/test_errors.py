@@ -4,7 +4,6 @@ Each fault comes to a first call, to the operator, to fake tensors and to a comp
 call that has a plan: test_plan.py). Each time the right weight gives the right bits afterwards.
 """
 
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 class Fault(NamedTuple):
     words: str  # what must be said
     where: str  # "weight", a field of the state, or "both"
-    make: Callable  # gives what stands there, of what stood there; of both, of (weight, state)
+    make: Callable  # make(old value) -> new value; for "both", make(weight, state) -> both
     error: type | tuple = ValueError
 
 
@@ -54,9 +53,7 @@ BY_CHECK = {
     "no weight": Fault("the weight must be .* got None", "weight", lambda w: None),
     "a byte too few": Fault("weight must have 1024 bytes .* 1023", "weight", lambda w: w[:-1]),
     "twice the bytes": Fault("1024 bytes .* got 2048", "weight", lambda w: torch.cat((w, w))),
-    "weight of int8": Fault(
-        "torch.uint8 .* got torch.int8", "weight", lambda w: w.view(torch.int8)
-    ),
+    "int8 weight": Fault("torch.uint8 .* got torch.int8", "weight", lambda w: w.view(torch.int8)),
     "weight strided": Fault("weight must be contiguous, got strides", "weight", strided),
     "weight sparse": Fault("strided|[Ss]parse", "weight", lambda w: w.to_sparse()),
     "weight on meta": Fault("must be on meta, got c", "weight", lambda w: w.to("meta")),
@@ -83,9 +80,7 @@ BY_CHECK = {
 OF_MEMORY = {  # what is looked at where there is memory: not while a compiler traces
     "weight freed": Fault("1024 .* storage, got 0", "weight", lambda w: resized(w, 0)),
     "weight shrunk": Fault("1024 .* storage, got 1023", "weight", lambda w: resized(w, 1023)),
-    "view shrunk": Fault(
-        "1028 .* got 1027", "weight", lambda w: resized(helpers.moved(w, 4), 1027)
-    ),
+    "view cut": Fault("1028 .* got 1027", "weight", lambda w: resized(helpers.moved(w, 4), 1027)),
     "absmax freed": Fault("absmax .* 32 .* storage, got 0", "absmax", lambda t: resized(t, 0)),
     "code one byte on": Fault("code must be at a multiple of 4", "code", helpers.one_byte_on),
     "absmax nested tensor": Fault("[Nn]ested", "absmax", nested, (ValueError, RuntimeError)),
@@ -100,9 +95,7 @@ def faulty(what, weight, state):
         return fault.make(weight, state)
     if fault.where == "weight":
         return fault.make(weight), state
-    owner, field = state, fault.where
-    if fault.where.startswith("state2."):
-        owner, field = state.state2, fault.where.removeprefix("state2.")
+    owner, field = helpers.owner_of(fault.where, state)
     setattr(owner, field, fault.make(getattr(owner, field)))
     return weight, state
 
@@ -147,16 +140,16 @@ def test_fake_tensors_are_refused_the_same(nf4, right, what):
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_compiled_function_refuses_and_goes_on(nf4, device, right, what):
-    """The words are in what the compiler raises, but for an error that it met tracing `read`."""
+    """The words are in what the compiler raises; some versions of torch leave some of them out."""
     torch._dynamo.reset()
     compiled = torch.compile(nf4.dequantize_nf4, fullgraph=True, backend="aot_eager")
     passed = faulty(what, *right)
-    with pytest.raises(Exception) as caught:
-        compiled(*passed)
     words = FAULTS[what].words
-    if FAULTS[what].error is RuntimeError:  # by the schema, of which torch 2.14 says no more
+    by_schema = FAULTS[what].error is RuntimeError  # of which torch 2.14 says no more
+    if by_schema or (what in BY_READ and torch.__version__ < (2, 13)):
         words += "|Observed exception"
-    assert what in BY_READ or re.search(words, str(caught.value)), caught.value
+    with pytest.raises(Exception, match=words):
+        compiled(*passed)
     again = nf4.quantized((32, 64), torch.float16, device)
     assert nf4.bits_differing(compiled(*again), nf4.spec(*again)) == 0
 

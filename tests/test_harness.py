@@ -39,8 +39,9 @@ def test_layers_quantized_otherwise_are_not_timed(nf4, monkeypatch, name):
     monkeypatch.setattr(nf4, "bnb_Linear4bit", otherwise)
     monkeypatch.setattr(nf4, "timed", lambda *_: pytest.fail("they were timed"))
     options = [option._replace(hd=128, m=256) for option in small_options(nf4)]
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError) as refused:
         nf4.test_dequantize(nf4.bnb_dequantize, loops=1, options=options)
+    assert refused.traceback[-1].name == "assert_correct_bnb"
 
 
 def test_each_dequantization_is_waited_for_and_all_three_stay_alive(nf4, monkeypatch):

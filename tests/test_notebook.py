@@ -130,13 +130,23 @@ def test_a_run_is_taken_in_whole(run):
     (blocks.RESULTS / "runs.json").write_text(json.dumps([before]))
     for name in ("tesla-t4.json", "tesla-t4-race.png"):
         (blocks.RESULTS / name).write_text("")
+    race = json.loads(next(run.glob("results/*.json")).read_text())["race"]
+    (row,) = [row for row in race if (row["dtype"], row["who"]) == ("mix", "unsloth")]
+    row["ratio"] = 98.76  # of this run alone, like the output
+    edit_record(run, race=race)
+    output = nbformat.v4.new_output("stream", text="as this run says")
+    edit_notebook(run, outputs=[output])
     record.take(run)
     record.write_blocks()
     shown = blocks.shown_record()
+    assert shown["race"] == race
     assert [each["gpu"] for each in blocks.stored("runs")] == ["Tesla T4", shown["gpu"]]
     names = {path.name for path in (run / "results").iterdir()}
     assert {path.name for path in blocks.RESULTS.iterdir()} == {*names, "runs.json"}
-    assert f" {shown['race'][2]['ratio']:.2f} |" in (record.ROOT / "README.md").read_text()
+    notebook = nbformat.read(record.ROOT / "nf4_triton.ipynb", as_version=4)
+    assert record.code_cells(notebook)[3].outputs == [output]
+    for text in (nbformat.writes(notebook), (record.ROOT / "README.md").read_text()):
+        assert " 98.76 |" in text
 
 
 def edit_record(run, **fields):
@@ -153,7 +163,16 @@ def edit_notebook(run, **fields):
 
 
 ERROR = nbformat.v4.new_output("error", ename="E", evalue="", traceback=[])
+
+
+def add_a_cell(run):
+    notebook = nbformat.read(run / "nf4_triton.ipynb", as_version=4)
+    notebook.cells.insert(3, nbformat.v4.new_code_cell("# a comment", execution_count=1))
+    nbformat.write(notebook, run / "nf4_triton.ipynb")
+
+
 REFUSED = {  # what is wrong with a run: (how, the words that are said)
+    "a cell more": (add_a_cell, "code differs"),
     "another notebook's": (lambda run: edit_notebook(run, source="x = 1"), "code differs"),
     "a cell that was not run": (lambda run: edit_notebook(run, execution_count=None), "not run"),
     "a cell that failed": (lambda run: edit_notebook(run, outputs=[ERROR]), "failed"),
@@ -161,10 +180,7 @@ REFUSED = {  # what is wrong with a run: (how, the words that are said)
     "no race": (lambda run: edit_record(run, race=[]), "lacks race"),
     "no picture": (lambda run: next(run.glob("results/*race.png")).unlink(), "no picture"),
     "no record": (lambda run: next(run.glob("results/*.json")).unlink(), "expected"),
-    "half a record": (
-        lambda run: next(run.glob("results/*.json")).write_text('{"gpu'),
-        "cannot be read",
-    ),
+    "cut short": (lambda run: next(run.glob("results/*.json")).write_text("{"), "cannot be read"),
 }
 
 
@@ -184,10 +200,22 @@ def test_the_record_stays_valid_after_a_comment_and_says_what_to_run_after_code(
         cell.source += "\n\n# a comment"
     nbformat.write(notebook, path)
     record.main(["check"])
-    cell.source += "\nprint()"
+    record.code_cells(notebook)[-1].source += "\nprint()"
     nbformat.write(notebook, path)
     with pytest.raises(SystemExit, match="code cells differ.*run the notebook.*record.py run"):
         record.main(["check"])
+
+
+def test_a_run_on_a_t4_takes_the_place_of_the_estimate(run):
+    (blocks.RESULTS / "t4.json").write_bytes((ROOT / "results" / "t4.json").read_bytes())
+    edit_record(run, gpu="Tesla T4")
+    name = next(run.glob("results/*.json")).stem
+    for path in (run / "results").iterdir():
+        path.rename(path.with_name(path.name.replace(name, "tesla-t4")))
+    record.main([str(run)])
+    record.main(["check"])
+    readme = (record.ROOT / "README.md").read_text()
+    assert "**Tesla T4, " in readme and "No time has been measured" not in readme
 
 
 def test_an_estimate_of_another_run_than_the_one_shown_is_noticed(project):
@@ -203,15 +231,14 @@ def test_an_estimate_of_another_run_than_the_one_shown_is_noticed(project):
 
 # How it is installed, run, tested and used.
 
-
 MISSING = "missing"  # in the place of a version
-CASES = {  # what is installed: (versions, GPUs; None without a driver; what pip is asked for)
+PINNED = ("torch", "triton", "numpy")  # where pip runs, it gets the versions at hand of these, too
+CASES = {  # what is installed: (versions, GPUs; None without a driver; what else pip is asked for)
     "nothing is missing": ({}, 0, []),
     "bitsandbytes on Colab": (
-        {"bitsandbytes": MISSING, "unsloth": MISSING, "torch": "2.11.0+cu128"}
-        | {"triton": "3.6.0", "numpy": "2.0.2"},
+        {"bitsandbytes": MISSING, "unsloth": MISSING, "torch": "2.11.0+cu128"},
         1,
-        ["bitsandbytes>=0.50", "unsloth", "torch==2.11.0+cu128", "triton==3.6.0", "numpy==2.0.2"],
+        ["bitsandbytes>=0.50", "unsloth", "torch==2.11.0+cu128"],
     ),
     "unsloth, which wants a GPU": ({"unsloth": MISSING}, None, []),
     "torch without a GPU": (
@@ -278,7 +305,10 @@ def test_pip_gets_what_is_missing_and_moves_nothing_else(case):
         with pytest.raises(RuntimeError, match="^ERROR: no match for x\npip failed .no network"):
             install()
     (command,) = pip.call_args[0]
-    assert set(asked) <= set(command)
+    at_hand = [name for name in PINNED if name not in versions]
+    pins = [f"{name}=={importlib.metadata.version(name)}" for name in at_hand]
+    assert command[:6] == [sys.executable, "-m", "pip", "install", "-qq", "--retries=1"]
+    assert sorted(command[6:]) == sorted(asked + pins)
 
 
 def test_without_pip_a_sentence_says_so():

@@ -22,9 +22,9 @@ EXPECTED = """**What to expect: an estimate, not a measurement.** For the test's
 
     seconds = bytes / (share x a copy's speed on a T4) + 9000 x host's time a call x factor
 
-The host's time is what a call takes beyond its kernel in the race of {gpu}, {date}. The factor, for
-another host, makes the formula give a published time of the three launches, and is then used for
-Unsloth and for ours."""
+The host's time is what a call takes beyond its kernel in the race of {gpu}, {date}. The factor is
+that of another host, chosen so that the formula gives a published time of the three launches; with
+it follow Unsloth's time and ours."""
 DOUBT = "The published times come from two hosts that drift; no kernel like ours was timed on a T4."
 
 
@@ -69,7 +69,7 @@ def record_block(record, runs, t4, tests):
                 row[short] = f"{ratios[dtype]:.2f}"
             if len(runs) > 1:
                 others = [run["ratios"][who]["mix"] for run in runs if who in run["ratios"]]
-                row[f"mix in all {len(runs)} runs"] = from_to(others)
+                row[f"mix, all {len(runs)} recorded runs"] = from_to(others)
             rows.append(row)
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
     exact = "{checked:,} comparisons of weights, bit for bit: {differing} differ."
