@@ -2,8 +2,8 @@
 
     python tools/sanitize.py    on a GPU: a line for each run; exit status 0 where all are clean
 
-Broken launches are the control. Only our kernel is watched; to initcheck, what others write is
-unwritten, so inputs come from the CPU, and outputs are compared there.
+Broken launches are the control of memcheck and initcheck. Only our kernel is watched: to initcheck,
+what others write is unwritten, so inputs come from the CPU, and outputs are compared there.
 """
 
 import itertools

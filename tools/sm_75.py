@@ -83,12 +83,14 @@ def facts(compiled, steps):
         code = subprocess.check_output([tools / "nvdisasm", "-c", "-ndf", cubin], text=True)
         usage = subprocess.check_output([tools / "cuobjdump", "-res-usage", cubin], text=True)
     operations = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)", code, re.M)
+    # What follows the last EXIT only fills the code up.
     n_instructions = max(i for i, each in enumerate(operations, 1) if each.startswith("EXIT"))
 
     def those(name):
         return [each for each in operations if each.startswith(name)]
 
     def widths(accesses):
+        # LDG.E.128 has a number; LDG.E has none, so the pattern matches the end: 32 bits
         bits = {re.search(r"\.[US]?(8|16|64|128)\b|$", each)[1] or "32" for each in accesses}
         return " ".join(sorted(bits, key=int))
 
