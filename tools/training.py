@@ -91,11 +91,11 @@ def timed(step):
     return returned, ms, torch.cuda.max_memory_allocated()  # 0 without a GPU
 
 
-def measured(model, tokens, steps, complain, rounds):
+def measured(model, tokens, steps, fault_of, rounds):
     """Rows {model, tokens, who, ms, peak_bytes} of steps that take turns; ms is the median.
 
     steps     {who: a function that returns tensors}
-    complain  a function of {who: these tensors}: what is wrong with them, or None
+    fault_of  a function of {who: these tensors}: what is wrong with them, or None
     """
     returned, peak_bytes = {}, {}
     for who in ("ours", "stock"):  # in this order: Unsloth's own leaves a buffer behind
@@ -103,7 +103,7 @@ def measured(model, tokens, steps, complain, rounds):
             tensors, _, peak_bytes[who] = timed(steps[who])
             returned[who] = [tensor.cpu() for tensor in tensors]
             del tensors
-    fault = complain(returned)
+    fault = fault_of(returned)
     if fault:
         raise SystemExit(f"{model}, {tokens} tokens: nothing was written, as {fault}")
     times = {who: [] for who in steps}
@@ -128,7 +128,7 @@ def train(model, optimizer, ids, context):
     return [loss.detach()]
 
 
-def losses_differ(returned):
+def fault_of_losses(returned):
     stock, ours = returned["stock"][0].item(), returned["ours"][0].item()
     if not abs(stock - ours) < MOST:  # a NaN is not, either
         return f"losses differ: stock {stock}, ours {ours}"
@@ -146,7 +146,7 @@ def measure_llamas(nf4, runs, device, rounds=100):
             "stock": partial(train, model, optimizer, ids, contextlib.nullcontext),
             "ours": partial(train, model, optimizer, ids, nf4.in_bitsandbytes),
         }
-        rows += measured(name, f"{sequences} x {length}", steps, losses_differ, rounds)
+        rows += measured(name, f"{sequences} x {length}", steps, fault_of_losses, rounds)
         del model, optimizer, steps
     return rows
 
@@ -190,7 +190,7 @@ def measure_mlps(nf4, runs, device, rounds=200):
         grad = torch.randn_like(x)
         steps = {who: partial(run_mlp, mlp, x, grad, each) for who, each in functions.items()}
         name = f"Unsloth's LoRA MLP, {hidden} x {intermediate}"
-        rows += measured(name, f"1 x {length}", steps, partial(bits_differ, nf4), rounds)
+        rows += measured(name, f"1 x {length}", steps, partial(fault_of_bits, nf4), rounds)
         del mlp, steps
     return rows
 
@@ -207,7 +207,7 @@ def run_mlp(mlp, x, grad, fast_dequantize):
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def bits_differ(nf4, returned):
+def fault_of_bits(nf4, returned):
     differing = 0
     for stock, ours in zip(returned["stock"], returned["ours"], strict=True):
         differing += nf4.bits_differing(stock, ours)
