@@ -220,6 +220,14 @@ def test_a_run_on_a_t4_takes_the_place_of_the_estimate(run):
     assert "**Tesla T4, " in readme and "No time has been measured" not in readme
 
 
+def test_a_run_without_the_three_launches_is_taken_in_and_asks_for_no_estimate(run):
+    (blocks.RESULTS / "t4.json").write_bytes((ROOT / "results" / "t4.json").read_bytes())
+    race = json.loads(next(run.glob("results/*.json")).read_text())["race"]
+    edit_record(run, race=[row for row in race if row["who"] != "three_launches"])
+    record.main([str(run)])
+    record.main(["check"])
+
+
 def test_an_estimate_of_another_run_than_the_one_shown_is_noticed(project):
     for path in (ROOT / "results").glob("*.json"):
         (project / "results" / path.name).write_bytes(path.read_bytes())
