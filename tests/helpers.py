@@ -220,11 +220,13 @@ def plan_on_cpu(nf4, monkeypatch):
             found += [None] * (7 - len(found))
             kernel[grid](*found, n_weights, **constants)
 
-        scratch = {"global_scratch_size": 0, "profile_scratch_size": 0}
-        metadata = types.SimpleNamespace(num_warps=num_warps, shared=0, **scratch)
+        metadata = types.SimpleNamespace(
+            num_warps=num_warps, shared=0, global_scratch_size=0, profile_scratch_size=0
+        )
         source = types.SimpleNamespace(signature=dict(enumerate(signature)))
-        compiled = {"function": function, "metadata": metadata, "src": source}
-        return types.SimpleNamespace(_init_handles=lambda: None, **compiled)
+        return types.SimpleNamespace(  # stands for Triton's CompiledKernel
+            function=function, metadata=metadata, src=source, _init_handles=lambda: None
+        )
 
     def launch_kernel(function, x, y, z, num_warps, shared, types_given, arguments, stream):
         assert (y, z, shared) == (1, 1, 0) and stream == world.stream and world.device is None

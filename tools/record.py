@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIELDS = ("gpu", "capability", "date", "cpu", "cores", "versions", "exact", "kernels", "official")
 FIELDS += ("race", "compile", "memory", "score", "seconds")
 PROGRESS = re.compile(r"\s*(race:.*)?", re.S)  # bars that have come to their end
-TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run"
+TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run/"
 
 
 def write_blocks():
