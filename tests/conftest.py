@@ -56,7 +56,7 @@ def nf4():
 
 
 def forget(nf4):
-    for kept in (nf4.PLANS, nf4.REFUSED, nf4.FAILED):
+    for kept in (nf4.PLANS, nf4.REFUSED, nf4.WITHOUT_PLAN):
         kept.clear()
     nf4.private.cache_clear()
 

@@ -184,14 +184,6 @@ def run_assembly(builder, asm, constraints, values, types_, is_pure, pack):
 
 # Plans without a GPU.
 
-POINTERS = {  # Triton's names of the types
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.uint8: "*u8",
-}
-
 
 def plan_on_cpu(nf4, monkeypatch):
     """Plans are made as on a GPU; their launcher rebuilds tensors at the addresses it is given.
@@ -203,8 +195,6 @@ def plan_on_cpu(nf4, monkeypatch):
 
     def warmup(*arguments, grid, num_warps, **constants):
         tensors, n_weights = arguments[:-1], arguments[-1]
-        signature = ["constexpr" if each is None else POINTERS[each.dtype] for each in tensors]
-        signature += ["i32", *["constexpr"] * len(constants)]
         facts = [(each.dtype, each.numel()) for each in tensors if each is not None]
         alignment = 4 if constants["WHOLE"] else 1
 
@@ -223,9 +213,8 @@ def plan_on_cpu(nf4, monkeypatch):
         metadata = types.SimpleNamespace(
             num_warps=num_warps, shared=0, global_scratch_size=0, profile_scratch_size=0
         )
-        source = types.SimpleNamespace(signature=dict(enumerate(signature)))
         return types.SimpleNamespace(  # stands for Triton's CompiledKernel
-            function=function, metadata=metadata, src=source, _init_handles=lambda: None
+            function=function, metadata=metadata, _init_handles=lambda: None
         )
 
     def launch_kernel(function, x, y, z, num_warps, shared, types_given, arguments, stream):

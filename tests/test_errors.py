@@ -58,11 +58,13 @@ BY_CHECK = {
     "weight sparse": Fault("strided|[Ss]parse", "weight", lambda w: w.to_sparse()),
     "weight on meta": Fault("must be on meta, got c", "weight", lambda w: w.to("meta")),
     "an odd shape": Fault("1008 bytes .* got 1024", "shape", lambda _: torch.Size((32, 63))),
-    "blocksize 63": Fault("blocksize must be .* got 63", "blocksize", lambda _: 63),
+    "blocksize 63": Fault("blocksize must be .* got 63 and 256", "blocksize", lambda _: 63),
     "blocksize 64.0": Fault("'blocksize'.*float", "blocksize", lambda _: 64.0, RuntimeError),
     "no blocksize": Fault("'blocksize'.*NoneType", "blocksize", lambda _: None, RuntimeError),
     "another blocksize": Fault("absmax must have 16 elements", "blocksize", lambda _: 128),
-    "state2.blocksize": Fault("blocksize must be .* got 100", "state2.blocksize", lambda _: 100),
+    "state2.blocksize": Fault(
+        "state2.blocksize must be .* got 64 and 100", "state2.blocksize", lambda _: 100
+    ),
     "no absmax": Fault("absmax must be .* got None", "absmax", lambda _: None),
     "absmax too short": Fault("absmax must have 32 elements", "absmax", lambda t: t[:-1]),
     "absmax not nested": Fault("absmax must be torch.float32, got", "state2", lambda _: None),

@@ -321,8 +321,7 @@ def test_pip_gets_what_is_missing_and_moves_nothing_else(case):
 
 
 def test_without_pip_a_sentence_says_so():
-    with machine({"tqdm": MISSING}, None) as pip, mock.patch("importlib.util.find_spec") as find:
-        find.return_value = None
+    with machine({"tqdm": MISSING, "pip": MISSING}, None) as pip:
         with pytest.raises(RuntimeError, match="has no pip: run .* -m ensurepip, then again"):
             install()
     assert not pip.called
