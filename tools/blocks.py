@@ -22,10 +22,10 @@ EXPECTED = """**What to expect: an estimate, not a measurement.** For the test's
 
     seconds = bytes / (share x a copy's speed on a T4) + 9000 x host's time a call x factor
 
-The host's time is what a call takes beyond its kernel in the race of {gpu}, {date}. The factor is
-that of another host, chosen so that the formula gives a published time of the three launches; with
-it follow Unsloth's time and ours."""
-DOUBT = "The published times come from two hosts that drift; no kernel like ours was timed on a T4."
+The host's time is what a call takes beyond its kernel in the race of {gpu}, {date}. The factor,
+how much slower a T4's host is, is chosen so that the formula gives a published time of the three
+launches; Unsloth's time and ours follow. Below 1 it means a faster host, which is unlikely."""
+DOUBT = "The published times come from hosts that drift; no kernel like ours was timed on a T4."
 
 
 def stored(name):

@@ -45,13 +45,6 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-POINTERS = {  # Triton's names of the types
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.uint8: "*u8",
-}
-
 
 def compile_for(nf4, dtype, absmax="nested", tensor="whole"):
     """The CompiledKernel of a weight of 16 million, for sm_75."""
@@ -69,7 +62,8 @@ def compile_for(nf4, dtype, absmax="nested", tensor="whole"):
     types, constants = {}, {}
     for name, value in by_name.items():
         if isinstance(value, torch.Tensor):
-            types[name] = POINTERS[value.dtype]
+            dtype_name = str(value.dtype).removeprefix("torch.")
+            types[name] = "*" + triton._utils.type_canonicalisation_dict[dtype_name]
         elif name == "n_weights":
             types[name] = "i32"
         else:

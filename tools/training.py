@@ -1,6 +1,6 @@
 """How long training takes by others' dequantization and by ours in its place, and how much memory.
 
-    python tools/training.py    on a GPU, a minute and a half: writes results/training.json
+    python tools/training.py    on a GPU, a minute: writes results/training.json
 
 Models have random weights in NF4, peft's LoRA on all seven projections, and compute in bf16:
 
@@ -45,12 +45,11 @@ LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers"
 LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMAS = (  # (model, its sizes, sequences, tokens of each)
     ("4 layers of 1024 x 2816, LoRA", SMALL, 4, 256),
-    ("4 layers of 1024 x 2816, LoRA", SMALL, 1, 64),
     ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 2, 1024),
     ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 1, 64),
 )
 # (hidden size, intermediate size, tokens of one sequence)
-MLPS = ((1024, 4096, 64), (1024, 4096, 512), (4096, 14336, 256), (4096, 14336, 2048))
+MLPS = ((1024, 4096, 512), (4096, 14336, 256), (4096, 14336, 2048))
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft")
 MOST = 0.02  # by which losses may differ: bf16 is rounded to three digits, in another order
