@@ -119,9 +119,8 @@ def t4_block(t4):
         line["over Unsloth"] = f"{row['over_unsloth']:.2f}"
         rows.append(line | {"over three launches": f"{row['over_three_launches']:.2f}"})
     sources = [f"[{each['what']}]({each['url']}): {each['value']:g}" for each in t4["sources"]]
-    expected = EXPECTED.format(**t4["record"])
-    paragraphs = [expected, markdown(rows), DOUBT, f"Sources: {'; '.join(sources)}."]
-    return "\n\n".join(paragraphs)
+    ending = f"{DOUBT}\n\nSources: {'; '.join(sources)}."
+    return "\n\n".join([EXPECTED.format(**t4["record"]), markdown(rows), ending])
 
 
 def training_block(training):

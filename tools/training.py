@@ -48,8 +48,7 @@ LLAMAS = (  # (model, its sizes, sequences, tokens of each)
     ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 2, 1024),
     ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 1, 64),
 )
-# (hidden size, intermediate size, tokens of one sequence)
-MLPS = ((1024, 4096, 512), (4096, 14336, 256), (4096, 14336, 2048))
+MLPS = ((1024, 4096, 512), (4096, 14336, 256), (4096, 14336, 2048))  # hidden, intermediate, tokens
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft")
 MOST = 0.02  # by which losses may differ: bf16 is rounded to three digits, in another order
