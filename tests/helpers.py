@@ -95,6 +95,12 @@ def moved(tensor, offset):
     return buffer[offset : offset + flat.numel()].copy_(flat).view(tensor.dtype).view(tensor.shape)
 
 
+def resized(tensor, n_bytes):
+    """With n_bytes of memory; none: as FSDP frees what it has gathered."""
+    tensor.untyped_storage().resize_(n_bytes)
+    return tensor
+
+
 def one_byte_on(table):
     """A copy at an odd address, as DLPack can hand one over."""
     shifted = torch.from_dlpack(moved(table.reshape(-1).view(torch.uint8), 1))

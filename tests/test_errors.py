@@ -12,6 +12,7 @@ import helpers
 import pytest
 import torch
 from bitsandbytes.functional import _convert_weight_packed_for_cpu as repacked
+from helpers import resized
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -20,11 +21,6 @@ class Fault(NamedTuple):
     where: str  # "weight", a field of the state, or "both"
     make: Callable  # make(old value) -> new value; for "both", make(weight, state) -> both
     error: type | tuple = ValueError
-
-
-def resized(tensor, n_bytes):
-    tensor.untyped_storage().resize_(n_bytes)
-    return tensor
 
 
 def strided(tensor):

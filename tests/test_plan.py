@@ -42,12 +42,6 @@ def by_data(tensor):
     return tensor
 
 
-def freed(tensor):
-    """As FSDP frees what it has gathered."""
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
 def as_integers(tensor):
     return tensor.view(torch.int8 if tensor.itemsize == 1 else torch.int32)
 
@@ -93,7 +87,7 @@ for name in TENSORS:
     CHANGES[f"{name} = others"] = name, others, "plan"
     CHANGES[f"{name}.copy_(others)"] = name, in_place, "plan"
     CHANGES[f"{name} as integers"] = name, as_integers, "must be torch"
-    CHANGES[f"{name} freed"] = name, freed, "of storage, got 0"
+    CHANGES[f"{name} freed"] = name, partial(helpers.resized, n_bytes=0), "of storage, got 0"
     CHANGES[f"{name} = None"] = name, lambda tensor: None, "expected a 4-bit weight|got None"
 
 
@@ -370,7 +364,7 @@ def test_a_table_at_an_odd_address_is_refused(planned):
             planned.ran(layer)
 
 
-def test_an_edited_kernel_gets_new_plans(planned):
+def test_an_edited_kernel_or_plan_is_followed(planned):
     """As by a reader who edits it: offset counts twice."""
     nf4, layer = planned.nf4, planned.layer_with_plan()
     source, names = dict(helpers.exports())["nf4_triton.ipynb[kernel]"], dict(vars(nf4))
@@ -380,6 +374,8 @@ def test_an_edited_kernel_gets_new_plans(planned):
     outs = [nf4.your_dequantize_nf4(layer) for _ in range(2)]
     layer.quant_state.offset *= 2
     assert [edited.n_wrong(out, layer) for out in outs] == [0, 0] and edited.n_by_operator == 1
+    helpers.execute(dict(helpers.exports())["nf4_triton.ipynb[plan]"], "plan again", names)
+    assert not planned.n_plans(), "a plan as it was before an edit"
 
 
 # Each question that is asked is also taken away. A test of this folder must then fail.
@@ -398,7 +394,7 @@ class Plans(dict):
         return sum(self.values(), [])
 PLANS = namespace.plans = Plans()"""
 LACKING = [
-    Lacking("kernel is not _dequantize_nf4_kernel", test_an_edited_kernel_gets_new_plans),
+    Lacking("kernel is not _dequantize_nf4_kernel", test_an_edited_kernel_or_plan_is_followed),
     Lacking("not are_alike(*tensors)", partial(test_a_change_is_seen, what="every second byte")),
     Lacking("n_modes()", partial(test_compile.test_tracers_make_no_weight_constant, how="make_fx")),
     Lacking("0 in addresses", partial(test_a_change_is_seen, what="weight freed")),
