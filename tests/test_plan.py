@@ -365,16 +365,18 @@ def test_a_table_at_an_odd_address_is_refused(planned):
 
 
 def test_an_edited_kernel_or_plan_is_followed(planned):
-    """As by a reader who edits it: offset counts twice."""
-    nf4, layer = planned.nf4, planned.layer_with_plan()
-    source, names = dict(helpers.exports())["nf4_triton.ipynb[kernel]"], dict(vars(nf4))
-    helpers.execute(source.replace("+ offset", "+ offset + offset"), "edited", names)
+    """A reader has offset count twice in the kernel's cell, then runs the plan's cell again."""
+    nf4, sources = planned.nf4, dict(helpers.exports())
+    names = dict(vars(nf4))  # a copy: other tests have the module, too
+    layer = planned.layer_with_plan()
+    kernel = sources["nf4_triton.ipynb[kernel]"].replace("+ offset", "+ offset + offset")
+    helpers.execute(kernel, "edited", names)
     planned.patch.setattr(nf4, "_dequantize_nf4_kernel", names["_dequantize_nf4_kernel"])
     edited = helpers.Planned(nf4, planned.device, planned.patch)
     outs = [nf4.your_dequantize_nf4(layer) for _ in range(2)]
     layer.quant_state.offset *= 2
     assert [edited.n_wrong(out, layer) for out in outs] == [0, 0] and edited.n_by_operator == 1
-    helpers.execute(dict(helpers.exports())["nf4_triton.ipynb[plan]"], "plan again", names)
+    helpers.execute(sources["nf4_triton.ipynb[plan]"], "plan again", names)
     assert not planned.n_plans(), "a plan as it was before an edit"
 
 
