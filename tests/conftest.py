@@ -56,9 +56,8 @@ def nf4():
 
 
 def forget(nf4):
-    for kept in (nf4.PLANS, nf4.REFUSED, nf4.WITHOUT_PLAN):
-        kept.clear()
-    nf4.private.cache_clear()
+    nf4.PLANS.clear()
+    nf4.WITHOUT_PLAN.clear()
 
 
 @pytest.fixture(autouse=True)

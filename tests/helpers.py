@@ -199,13 +199,14 @@ def plan_on_cpu(nf4, monkeypatch):
     world = types.SimpleNamespace(device=None, stream=0)
     kernel = nf4._dequantize_nf4_kernel
 
-    def warmup(*arguments, grid, num_warps, **constants):
-        tensors, n_weights = arguments[:-1], arguments[-1]
+    def warmup(*arguments, grid):
+        tensors, (n_weights, *constants) = arguments[:7], arguments[7:]
         facts = [(each.dtype, each.numel()) for each in tensors if each is not None]
-        alignment = 4 if constants["WHOLE"] else 1
+        whole = constants[-1]
+        alignment = 4 if whole else 1
 
         def function(programs, warps, types_given, given):
-            assert (programs, warps) == (*grid, num_warps)
+            assert (programs, warps) == (*grid, 4)
             assert types_given == "O" * len(facts) + "iOO"
             *addresses, n_given, scratch, profile_scratch = given
             assert (n_given, scratch, profile_scratch) == (n_weights, None, None)
@@ -214,10 +215,10 @@ def plan_on_cpu(nf4, monkeypatch):
             assert all(addresses), "memory that was freed"
             found = [at(address, *fact) for address, fact in zip(addresses, facts, strict=True)]
             found += [None] * (7 - len(found))
-            kernel[grid](*found, n_weights, **constants)
+            kernel[grid](*found, n_weights, *constants)
 
         metadata = types.SimpleNamespace(
-            num_warps=num_warps, shared=0, global_scratch_size=0, profile_scratch_size=0
+            num_warps=4, shared=0, global_scratch_size=0, profile_scratch_size=0
         )
         return types.SimpleNamespace(  # stands for Triton's CompiledKernel
             function=function, metadata=metadata, _init_handles=lambda: None
@@ -246,23 +247,16 @@ def plan_on_cpu(nf4, monkeypatch):
         "cuda.get_sync_debug_mode": lambda: 0,
     }
     for name, stand_in in stand_ins.items():
-        replace_in_torch(nf4, monkeypatch, name, stand_in)
+        replace_in_torch(monkeypatch, name, stand_in)
     monkeypatch.setattr(nf4, "PLANNING", True)
     monkeypatch.setattr(kernel, "warmup", warmup, raising=False)  # Triton 3.5 has none
     return world
 
 
-def replace_in_torch(nf4, monkeypatch, name, stand_in):
-    """What stands at a dotted name becomes the stand-in, and the notebook looks it up anew."""
+def replace_in_torch(monkeypatch, name, stand_in):
+    """What stands at a dotted name becomes the stand-in."""
     owner, last = owner_of(name, torch)
     monkeypatch.setattr(owner, last, stand_in, raising=False)
-    nf4.private.cache_clear()
-
-
-def remove_from_torch(nf4, monkeypatch, name):
-    """The name is gone, as where torch has renamed it, and the notebook looks it up anew."""
-    monkeypatch.delattr(*owner_of(name, torch))
-    nf4.private.cache_clear()
 
 
 def owner_of(name, root):
@@ -277,11 +271,10 @@ class Planned:
     def __init__(self, nf4, device, patch):
         self.nf4, self.device, self.patch = nf4, device, patch
         self.world = None if torch.cuda.is_available() else plan_on_cpu(nf4, patch)
-        nf4.private.cache_clear()
         self.n_by_operator, self.run_operator = 0, nf4.run_operator
         patch.setattr(nf4.namespace, "run", self.count_and_run)
         self.said = []  # in the log
-        patch.setattr(nf4, "LOG", types.SimpleNamespace(warning=self.hear, info=print))
+        patch.setattr(nf4, "LOG", types.SimpleNamespace(warning=self.hear))
 
     def hear(self, text, *given):
         self.said.append(text % given)
@@ -318,7 +311,7 @@ class Planned:
         return sum(map(len, self.nf4.PLANS.values()))
 
     def replace(self, name, stand_in):
-        replace_in_torch(self.nf4, self.patch, name, stand_in)
+        replace_in_torch(self.patch, name, stand_in)
 
     def start_by(self, function):
         launcher = types.SimpleNamespace(_launch_kernel=function)

@@ -111,8 +111,8 @@ def guarded(nf4, weight, state):
     n_weights = math.prod(state.shape)
     buffer = torch.full((n_weights + 64,), math.nan, dtype=state.dtype, device=weight.device)
     out = buffer[:n_weights].view(state.shape)
-    programs, arguments, options = nf4.launch_of(out, tensors, kind)
-    nf4._dequantize_nf4_kernel[(programs,)](*arguments, **options)
+    grid, arguments = nf4.launch_of(out, tensors, kind)
+    nf4._dequantize_nf4_kernel[grid](*arguments)
     return out, buffer[n_weights:]
 
 

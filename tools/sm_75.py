@@ -56,9 +56,9 @@ def compile_for(nf4, dtype, absmax="nested", tensor="whole"):
         tensors, blocksize2 = (weight, byte, *[number] * 4), 256
     else:
         tensors, blocksize2 = (weight, number, number), 0
-    _, arguments, options = nf4.launch_of(out, tensors, (shape, dtype, 64, blocksize2))
-    kernel, num_warps = nf4._dequantize_nf4_kernel, options.pop("num_warps")
-    by_name = dict(zip(kernel.arg_names, arguments)) | options
+    _, arguments = nf4.launch_of(out, tensors, (shape, dtype, 64, blocksize2))
+    kernel = nf4._dequantize_nf4_kernel
+    by_name = dict(zip(kernel.arg_names, arguments, strict=True))
     types, constants = {}, {}
     for name, value in by_name.items():
         if isinstance(value, torch.Tensor):
@@ -72,7 +72,7 @@ def compile_for(nf4, dtype, absmax="nested", tensor="whole"):
     aligned = {(0,): [["tt.divisibility", 16]]}  # the output alone: it is fresh
     source = triton.compiler.ASTSource(kernel, types, constants, aligned)
     target = triton.backends.compiler.GPUTarget("cuda", 75, 32)
-    return triton.compile(source, target=target, options={"num_warps": num_warps})
+    return triton.compile(source, target=target)
 
 
 def facts(compiled, steps):
