@@ -63,9 +63,9 @@ def test_what_notebook_and_readme_state_is_what_is_recorded():
     found = blocks.generated()
     notebook = [cell.source for cell in helpers.cells() if cell.cell_type == "markdown"]
     readme = (ROOT / "README.md").read_text()
-    assert set(BLOCK.findall("\n".join(notebook))) == {"record", "ladder", "variants", "t4"}
+    assert set(BLOCK.findall("\n".join(notebook))) == {"record", "ladder", "t4"}
     assert set(BLOCK.findall(readme)) == {"record", "training"}
-    assert set(found) == {"record", "ladder", "variants", "t4", "training"}
+    assert set(found) == {"record", "ladder", "t4", "training"}
     for text in [*notebook, readme]:
         assert blocks.with_blocks(text, found) == text, "run .venv/bin/python tools/record.py"
 
