@@ -398,7 +398,7 @@ class Plans(dict):
 PLANS = namespace.plans = Plans()"""
 LACKING = [
     Lacking("kernel is not _dequantize_nf4_kernel", test_an_edited_kernel_or_plan_is_followed),
-    Lacking("not are_alike(*given)", partial(test_a_change_is_seen, what="every second byte")),
+    Lacking("not are_alike(*tensors)", partial(test_a_change_is_seen, what="every second byte")),
     Lacking("n_modes()", partial(test_compile.test_tracers_make_no_weight_constant, how="make_fx")),
     Lacking("0 in addresses", partial(test_a_change_is_seen, what="weight freed")),
     Lacking("(addresses[0] % 4 == 0) != is_aligned", test_each_form_of_a_weight_has_its_plan),
@@ -425,7 +425,7 @@ LACKING = [
     ),
     Lacking("torch.cuda.is_current_stream_capturing()", test_none_is_made_during_a_capture),
     Lacking(
-        "len(set(map(id, given))) < len(given)",
+        "len(set(map(id, tensors))) < len(tensors)",
         partial(test_what_passes_makes_no_kind_slow, trouble=one_table_twice),
     ),
     Lacking(

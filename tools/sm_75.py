@@ -55,7 +55,7 @@ def compile_for(nf4, dtype, absmax="nested", tensor="whole"):
     if absmax == "nested":
         tensors, blocksize2 = (weight, byte, *[number] * 4), 256
     else:
-        tensors, blocksize2 = (weight, number, number, None, None, None), 0
+        tensors, blocksize2 = (weight, number, number), 0
     _, arguments = nf4.launch_of(out, tensors, (shape, dtype, 64, blocksize2))
     kernel = nf4._dequantize_nf4_kernel
     by_name = dict(zip(kernel.arg_names, arguments, strict=True))
