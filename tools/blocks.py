@@ -78,7 +78,7 @@ def record_block(record, runs, t4, tests):
     line += f" *Run all* took {record['seconds'] / 60:.0f} minutes."
     seconds = pd.DataFrame(record["official"]).pivot(index="dtype", columns="who", values="seconds")
     official = from_to(seconds.unsloth / seconds.ours)
-    line += f" `test_dequantize`, by one after the other: {official} over today's Unsloth."
+    line += f" `test_dequantize` itself, one run after another: {official} over today's Unsloth."
     if tests:
         text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped."
         line += text.format(**tests)
