@@ -206,7 +206,7 @@ def plan_on_cpu(nf4, monkeypatch):
         alignment = 4 if whole else 1
 
         def function(programs, warps, types_given, given):
-            assert (programs, warps) == (*grid, 4)
+            assert (programs, warps) == (*grid, metadata.num_warps)
             assert types_given == "O" * len(facts) + "iOO"
             *addresses, n_given, scratch, profile_scratch = given
             assert (n_given, scratch, profile_scratch) == (n_weights, None, None)

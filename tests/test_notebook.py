@@ -86,7 +86,8 @@ def test_the_record_has_the_form_that_others_read():
     for name, fields in ROWS.items():
         for row in shown[name]:
             assert set(row) == fields, name
-    assert shown["exact"]["checked"] > 200_000_000 and shown["exact"]["differing"] == 0
+    # By the operator and by a plan: one of them alone would be 278 million.
+    assert shown["exact"]["checked"] > 500_000_000 and shown["exact"]["differing"] == 0
     gpu = blocks.slug(shown["gpu"])
     expected = {f"{gpu}.json", f"{gpu}-calls.png", f"{gpu}-race.png", "warp.png"}
     for name in ("runs", "sm_75", "ladder", "t4", "tests", "training"):

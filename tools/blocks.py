@@ -121,8 +121,9 @@ def t4_block(t4):
         line["over Unsloth"] = f"{row['over_unsloth']:.2f}"
         rows.append(line | {"over three launches": f"{row['over_three_launches']:.2f}"})
     sources = [f"[{each['what']}]({each['url']}): {each['value']:g}" for each in t4["sources"]]
-    origin = f"Sources: {'; '.join(sources)}."
-    return "\n\n".join([EXPECTED.format(**t4["record"]), markdown(rows), DOUBT, origin])
+    paragraphs = [EXPECTED.format(**t4["record"]), markdown(rows), DOUBT]
+    paragraphs.append(f"Sources: {'; '.join(sources)}.")
+    return "\n\n".join(paragraphs)
 
 
 def training_block(training):

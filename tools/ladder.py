@@ -81,7 +81,7 @@ def loads(nibble, code_ptr):
     return tl.load(code_ptr + nibble)
 
 
-LADDER = [  # (step, what it taught, the notebook's definitions so changed); up to ours
+LADDER = [  # (step, what it taught, the notebook's definitions so changed)
     ("bytes, chain of 15 selects", "the naive start", by_bytes(chain)),
     ("bytes, the code by loads", "a cache is a table", by_bytes(loads)),
     (

@@ -129,8 +129,7 @@ def rehearse(folder):
     n_cells = len([cell for cell in notebook.cells if cell.cell_type == "code"])
     begin = f"import sys; sys.path.append({str(ROOT / 'tools')!r}); import t4; t4.disguise()"
     notebook.cells.insert(0, nbformat.v4.new_code_cell(begin))
-    end = "assert PLANS and not WITHOUT_PLAN"
-    notebook.cells.append(nbformat.v4.new_code_cell(end))
+    notebook.cells.append(nbformat.v4.new_code_cell("assert PLANS and not WITHOUT_PLAN"))
     faults, record = [], {}
     with tempfile.TemporaryDirectory(prefix="t4-", ignore_cleanup_errors=True) as scratch:
         resources = {"metadata": {"path": scratch}}
