@@ -58,6 +58,7 @@ def nf4():
 def forget(nf4):
     nf4.PLANS.clear()
     nf4.WITHOUT_PLAN.clear()
+    nf4.REFUSED.clear()
 
 
 @pytest.fixture(autouse=True)

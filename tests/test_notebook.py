@@ -344,15 +344,15 @@ def test_requirements_are_those_of_the_install_cell():
     assert set(listed) == set(names["LIBRARIES"] + names["OTHERS"])
 
 
-def readme_command(mark):
-    """The shell lines that follow <!-- mark --> in the README."""
+def readme_command(heading):
+    """The README's shell lines below a heading that begins so."""
     text = (ROOT / "README.md").read_text()
-    return re.search(rf"<!-- {mark} -->\n```bash\n(.*?)\n```", text, re.S)[1]
+    return re.search(rf"## {heading}.*?```bash\n(.*?)\n```", text, re.S)[1]
 
 
 def test_ci_runs_the_readmes_test_command():
     done = subprocess.run(["bash", ".ci/run", "--print"], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == readme_command("test")
+    assert done.stdout.strip() == readme_command("Test")
 
 
 USE = """
@@ -368,7 +368,7 @@ print(nf4_triton.your_dequantize_nf4.__doc__)
 
 @pytest.mark.skipif(importlib.util.find_spec("nbdev") is None, reason="needs nbdev")
 def test_the_readmes_line_makes_a_module_that_needs_torch_triton_and_bitsandbytes_alone(tmp_path):
-    line = re.search(r'python -c "(.*?)"', readme_command("export"))[1]
+    line = re.search(r'python -c "(.*?)"', readme_command("Use"))[1]
     line = line.replace("'nf4_triton.ipynb', '.'", f"{str(helpers.NOTEBOOK)!r}, {str(tmp_path)!r}")
     subprocess.run([sys.executable, "-c", line], cwd=tmp_path, check=True, capture_output=True)
     used = subprocess.run([sys.executable, "-c", USE], cwd=tmp_path, capture_output=True, text=True)

@@ -133,7 +133,11 @@ def training_block(training):
         line["tokens"] = row["tokens"]
         line[f"{row['who']}, ms"] = f"{row['ms']:.2f}"
         line[f"{row['who']}, GB"] = f"{row['peak_bytes'] / 1e9:.2f}"
-    return f"{markdown(rows.values())}\n\n{training['gpu']}, {training['date']}."
+    caption = (
+        "A training step as bitsandbytes or Unsloth (MLP) has it, *stock*, and with the lines "
+    )
+    caption += f"above, *ours*; GB is the peak of memory. {training['gpu']}, {training['date']}:"
+    return f"{caption}\n\n{markdown(rows.values())}"
 
 
 def generated():

@@ -39,14 +39,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import helpers  # noqa: E402
 
-SMALL = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
-SMALL["num_attention_heads"] = 16
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2}
 LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMAS = (  # (model, its sizes, sequences, tokens of each)
-    ("4 layers of 1024 x 2816, LoRA", SMALL, 4, 256),
     ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 2, 1024),
-    ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 1, 64),
 )
 MLPS = ((1024, 4096, 512), (4096, 14336, 256), (4096, 14336, 2048))  # hidden, intermediate, tokens
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
