@@ -410,7 +410,7 @@ LACKING = [
     Lacking("not are_alike(*tensors)", partial(test_a_change_is_seen, what="every second byte")),
     Lacking("n_modes()", partial(test_compile.test_tracers_make_no_weight_constant, how="make_fx")),
     Lacking("0 in addresses", partial(test_a_change_is_seen, what="weight freed")),
-    Lacking("(addresses[0] % 4 == 0) != is_aligned", test_each_form_of_a_weight_has_its_plan),
+    Lacking("(addresses[0] % 4 == 0) != at_word", test_each_form_of_a_weight_has_its_plan),
     Lacking(
         "addresses[i] % itemsize",
         test_a_table_at_an_odd_address_is_refused,
@@ -418,11 +418,11 @@ LACKING = [
     ),
     Lacking("current_gpu() != index", test_another_gpu_may_be_current),
     Lacking("current_stream(index))", test_the_current_stream_is_used, "0)"),
-    Lacking("made.profile_scratch_size", test_a_kernel_with_scratch_memory_gets_none),
+    Lacking("metadata.profile_scratch_size", test_a_kernel_with_scratch_memory_gets_none),
     Lacking("not is_right(plan, tensors, out)", test_other_bits_are_refused),
     Lacking("(_dequantize_nf4_kernel, kind) in REFUSED", test_other_bits_are_refused),
     Lacking("torch.full_like(out, math.nan)", test_a_start_that_writes_nothing_is_not_kept, "None"),
-    Lacking("n_calls & (n_calls - 1)", partial(test_a_trial_is_repeated, error=RuntimeError)),
+    Lacking("n_calls.bit_count() > 1", partial(test_a_trial_is_repeated, error=RuntimeError)),
     Lacking("torch.cuda.get_sync_debug_mode()", partial(test_a_trouble_passes, trouble=no_waiting)),
     Lacking("torch.cuda.is_current_stream_capturing()", test_none_is_made_during_a_capture),
     Lacking(

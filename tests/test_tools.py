@@ -37,7 +37,7 @@ def write(folder, **contents):
     return folder
 
 
-@pytest.mark.parametrize("dtype", ladder.DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_step_of_the_ladder_has_the_right_bits(nf4, device, dtype):
     for pair in (nf4.quantized((64, 512), dtype, device), nf4.every_combination(dtype, device)):
         assert len(ladder.agreeing(*pair)) == len(ladder.LADDER)

@@ -70,7 +70,7 @@ def record_block(record, runs, t4, tests):
                 row[short] = f"{ratios[dtype]:.2f}"
             if len(runs) > 1:
                 others = [run["ratios"][who]["mix"] for run in runs if who in run["ratios"]]
-                row[f"mix, all {len(runs)} recorded runs"] = from_to(others)
+                row[f"mix, in {len(runs)} runs"] = from_to(others)
             rows.append(row)
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
     exact = "{checked:,} comparisons of weights, bit for bit: {differing} differ."
@@ -96,18 +96,13 @@ def record_block(record, runs, t4, tests):
 
 def ladder_block(ladder):
     """The steps up to ours, and ours with one thing changed."""
-    table = pd.DataFrame(ladder["rows"])
-    table["dtype"] = table.dtype.map(DTYPES)
-    table["% of a copy's speed"] = (100 * table.copy_us / table.us).map("{:.0f}".format)
-    table["T4 instructions"] = table.instructions_per_weight.map("{:.1f}".format)
-    shown = ["% of a copy's speed", "T4 instructions"]
-    steps = table.pivot(index="step", columns="dtype", values=shown)
-    steps = steps.reindex(["fp16", "bf16"], axis="columns", level="dtype")
-    steps.columns = [", ".join(names) for names in steps.columns]  # "T4 instructions, fp16"
-    ideas = table.drop_duplicates("step").set_index("step").taught.rename("idea")
-    steps = steps.loc[ideas.index].join(ideas).reset_index()
-    where = f"4096 x 14336 weights, {ladder['gpu']}, {ladder['date']}."
-    return f"{markdown(steps)}\n\n{where}"
+    rows = []
+    for row in ladder["rows"]:
+        line = {"step": row["step"]}
+        line["% of a copy's speed"] = f"{100 * row['copy_us'] / row['us']:.0f}"
+        line["T4 instructions"] = f"{row['instructions_per_weight']:.1f}"
+        rows.append(line | {"what it taught": row["taught"]})
+    return f"{markdown(rows)}\n\n4096 x 14336 weights, fp16, {ladder['gpu']}, {ladder['date']}."
 
 
 def t4_block(t4):
@@ -133,10 +128,8 @@ def training_block(training):
         line["tokens"] = row["tokens"]
         line[f"{row['who']}, ms"] = f"{row['ms']:.2f}"
         line[f"{row['who']}, GB"] = f"{row['peak_bytes'] / 1e9:.2f}"
-    caption = (
-        "A training step as bitsandbytes or Unsloth (MLP) has it, *stock*, and with the lines "
-    )
-    caption += f"above, *ours*; GB is the peak of memory. {training['gpu']}, {training['date']}:"
+    kinds = "*stock* (bitsandbytes; Unsloth for its MLP) and *ours* (with the lines above)"
+    caption = f"{training['gpu']}, {training['date']}, {kinds}; GB is the peak of memory:"
     return f"{caption}\n\n{markdown(rows.values())}"
 
 
