@@ -350,3 +350,20 @@ def test_a_long_run_does_not_grow(nf4):
     growth(nf4, nf4.dequantize_nf4, 100)
     assert growth(nf4, nf4.dequantize_nf4, 3000) == 0
     assert growth(nf4, leaking, 100) > 0, "a leak goes unnoticed"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_a_graph_is_captured_and_replayed(planned, has_plan):
+    layer = planned.layer_with_plan()
+    if not has_plan:
+        planned.nf4.PLANS.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = planned.nf4.your_dequantize_nf4(layer)
+    assert planned.n_plans() == (1 if has_plan else 0), "none is made meanwhile"
+    layer.weight.copy_(layer.weight.flip(0))
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert planned.n_wrong(out, layer) == 0
