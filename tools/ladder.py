@@ -91,11 +91,11 @@ LADDER = [  # (step, what it taught, the notebook's definitions so changed)
     ("words, the code by shuffles: ours", "the warp is a table", OURS),
     (
         "no eviction policy",
-        "policies buy little here; the challenge asks for them",
+        "what the challenge asks for, taken away",
         edited("no_policy", *NO_POLICY),
     ),
-    ("one step, not two", "as fast, by more instructions", edited("one_step", STEPS_OF={2: 1})),
-    ("four steps, not two", "slower, by fewer", edited("four_steps", STEPS_OF={2: 4})),
+    ("one step, not two", "fewer loads at once", edited("one_step", STEPS_OF={2: 1})),
+    ("four steps, not two", "more loads at once", edited("four_steps", STEPS_OF={2: 4})),
 ]
 
 
