@@ -101,7 +101,7 @@ def ladder_block(ladder):
         line = {"step": row["step"]}
         line["% of a copy's speed"] = f"{100 * row['copy_us'] / row['us']:.0f}"
         line["T4 instructions"] = f"{row['instructions_per_weight']:.1f}"
-        rows.append(line | {"what it taught": row["taught"]})
+        rows.append(line | {"idea": row["taught"]})
     return f"{markdown(rows)}\n\n4096 x 14336 weights, fp16, {ladder['gpu']}, {ladder['date']}."
 
 
@@ -128,8 +128,10 @@ def training_block(training):
         line["tokens"] = row["tokens"]
         line[f"{row['who']}, ms"] = f"{row['ms']:.2f}"
         line[f"{row['who']}, GB"] = f"{row['peak_bytes'] / 1e9:.2f}"
-    kinds = "*stock* (bitsandbytes; Unsloth for its MLP) and *ours* (with the lines above)"
-    caption = f"{training['gpu']}, {training['date']}, {kinds}; GB is the peak of memory:"
+    caption = (
+        "*Stock* is bitsandbytes' own or, for its MLP, Unsloth's; *ours* has the lines above. "
+    )
+    caption += f"GB is the peak of memory. {training['gpu']}, {training['date']}:"
     return f"{caption}\n\n{markdown(rows.values())}"
 
 
