@@ -231,6 +231,8 @@ def test_other_bits_are_refused(planned):
         patch.setattr(torch._C, "_StaticCudaLauncher", mock.Mock(_launch_kernel=tried))
         check_that_none_is_kept(planned, "other bits")
     assert tried.call_count == 1
+    another_kind = partial(planned.made, dtype=torch.bfloat16)
+    assert [planned.ran(another_kind()) for _ in range(2)] == ["operator", "plan"]
     assert planned.ran(planned.made()) == "operator"
     with planned.patch.context() as patch:
         patch.setattr(planned.nf4, "launch_of", partial(planned.nf4.launch_of))
