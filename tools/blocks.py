@@ -128,10 +128,8 @@ def training_block(training):
         line["tokens"] = row["tokens"]
         line[f"{row['who']}, ms"] = f"{row['ms']:.2f}"
         line[f"{row['who']}, GB"] = f"{row['peak_bytes'] / 1e9:.2f}"
-    caption = (
-        "*Stock* is bitsandbytes' own or, for its MLP, Unsloth's; *ours* has the lines above. "
-    )
-    caption += f"GB is the peak of memory. {training['gpu']}, {training['date']}:"
+    stock = "*Stock* is bitsandbytes' own or, for its MLP, Unsloth's; *ours* has the lines above"
+    caption = f"{stock}; GB is the peak of memory. {training['gpu']}, {training['date']}:"
     return f"{caption}\n\n{markdown(rows.values())}"
 
 
