@@ -62,7 +62,7 @@ def table(nf4, dtype, device):
             weight, state = nf4.quantized(shape, dtype, device, blocksize, nested)
             want = dequantize_4bit(weight, state)
             yield f"blocks of {blocksize}, nested absmax: {nested}", weight, state, want
-    weight, state = nf4.quantized((16, 128), dtype, device)  # one program's, in 16 bits
+    weight, state = nf4.quantized((16, 128), dtype, device)  # one full program
     for how, passed in PASSED.items():
         packed = passed(weight)
         yield f"the weight comes {how}", packed, state, helpers.expected(packed, state)
@@ -71,7 +71,7 @@ def table(nf4, dtype, device):
         state.state2.absmax.fill_(absmax2)
         state.offset.fill_(offset)
         yield f"scales: {name}", weight, state, dequantize_4bit(weight, state)
-    for blocksize2 in (32, 1024):  # bitsandbytes has 256: a program may have fewer steps
+    for blocksize2 in (32, 1024):  # bitsandbytes has 256
         weight, state = nf4.quantized((3, 1000), dtype, device, blocksize=32)
         state.state2.blocksize = blocksize2
         state.state2.absmax = torch.rand(-(-94 // blocksize2), device=device) + 0.5
@@ -141,10 +141,10 @@ WRONG = {  # what is wrong: (text in the notebook, its replacement)
     "a lane loads its neighbour's entry": ("and.b32 lane, lane, 15;", "and.b32 lane, lane, 14;"),
     "half of the entries out of reach": ("| 0x1F  # PTX's", "| 0x07  # PTX's"),
     "bytes of a word exchanged": ("<< (8 * i)", "<< (8 * (i ^ 1))"),
-    "the last byte is not read": ("index * 2 < n_valid", "index * 2 + 2 < n_valid"),
+    "the last byte is not read": ("byte * 2 < n_valid", "byte * 2 + 2 < n_valid"),
     "a weight too many is written": ("mask=index < n_valid", "mask=index <= n_valid"),
-    "another block's absmax": ("word_start // BLOCKSIZE,", "word_start // (2 * BLOCKSIZE),"),
-    "another block's absmax2": ("first_block // BLOCKSIZE2", "first_block // (2 * BLOCKSIZE2)"),
+    "another block's absmax": ("word_start) // BLOCKSIZE", "word_start) // (2 * BLOCKSIZE)"),
+    "another block's absmax2": ("+ block // BLOCKSIZE2", "+ block // (2 * BLOCKSIZE2)"),
     "product and sum fused": ("_mul_rn(code2, absmax2) + offset", f"({FUSED}).to(tl.float32)"),
     "truncated": ("_mul_rn(entries, scale[:, None])", f"{TRUNCATED}.to(tl.float32, bitcast=True)"),
     "subnormals kept": ("libdevice.mul_rn(a, b)", "a * b"),

@@ -19,7 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.5.1", "3.6.0", "3.9.0")  # the lowest that is allowed, Colab's, the newest
-CASES = (("nested", "whole"), ("plain", "whole"), ("nested", "ragged"))  # absmax, tensor
 
 
 def installed(version):
@@ -46,17 +45,15 @@ import triton  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 
-def compile_for(nf4, dtype, absmax="nested", tensor="whole"):
-    """The CompiledKernel of a weight of 16 million, for sm_75."""
-    shape = (4096, 4096) if tensor == "whole" else (4097, 4095)
-    out = torch.empty(shape, dtype=dtype, device="meta")
-    weight = torch.empty(-(-out.numel() // 2), dtype=torch.uint8)
+def compile_for(nf4, dtype, absmax="nested"):
+    """The CompiledKernel, for sm_75; it is the same for all shapes."""
+    out = torch.empty((4096, 4096), dtype=dtype, device="meta")
     byte, number = torch.empty(0, dtype=torch.uint8), torch.empty(0)
     if absmax == "nested":
-        tensors, blocksize2 = (weight, byte, *[number] * 4), 256
+        tensors, blocksize2 = (byte, byte, *[number] * 4), 256
     else:
-        tensors, blocksize2 = (weight, number, number), 0
-    _, arguments = nf4.launch_of(out, tensors, (shape, dtype, 64, blocksize2))
+        tensors, blocksize2 = (byte, number, number, *[None] * 3), 0
+    _, arguments = nf4.launch_of(out, tensors, (out.shape, dtype, 64, blocksize2))
     kernel = nf4._dequantize_nf4_kernel
     by_name = dict(zip(kernel.arg_names, arguments, strict=True))
     types, constants = {}, {}
@@ -75,7 +72,7 @@ def compile_for(nf4, dtype, absmax="nested", tensor="whole"):
     return triton.compile(source, target=target)
 
 
-def facts(compiled, steps):
+def facts(compiled):
     """What the code uses, and how often; the widths of its global accesses in bits: "16 128"."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -100,12 +97,17 @@ def facts(compiled, steps):
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spills": int(re.search(r"LOCAL:(\d+)", usage)[1]),
         "shared": compiled.metadata.shared,
-        "instructions_per_weight": n_instructions / (steps * 8),  # of all branches
+        "instructions": n_instructions,
         "shuffles": len(those("SHFL")),
         "ffma": len(those("FFMA")),  # HFMA2, in fp16, is how ptxas loads constants
         "word_load_bits": widths(words),
         "store_bits": widths(those("STG")),
     }
+
+
+def instructions_per_weight(full, dtype, absmax="nested"):
+    """Of a thread in a full program: `full` has the kernel with helpers.FULL's edits."""
+    return facts(compile_for(full, dtype, absmax))["instructions"] / 16
 
 
 def main():
@@ -118,13 +120,14 @@ def main():
             found += json.loads(done.stdout.splitlines()[-1])  # Triton prints there, too
         helpers.write_json(ROOT / "results" / "sm_75.json", found)
         return
-    nf4 = helpers.load()
+    nf4, full = helpers.load(), helpers.load("nf4_full", *helpers.FULL)
     rows = []
     for dtype in helpers.DTYPES:
-        for absmax, tensor in CASES:
+        for absmax in ("nested", "plain"):
             row = {"triton": triton.__version__, "dtype": str(dtype).removeprefix("torch.")}
-            used = facts(compile_for(nf4, dtype, absmax, tensor), nf4.STEPS_OF[dtype.itemsize])
-            rows.append(row | {"absmax": absmax, "tensor": tensor, **used})
+            row |= {"absmax": absmax} | facts(compile_for(nf4, dtype, absmax))
+            row["instructions_per_weight"] = instructions_per_weight(full, dtype, absmax)
+            rows.append(row)
     print(json.dumps(rows))
 
 
