@@ -243,7 +243,7 @@ def test_the_readmes_lines_leave_what_is_not_nf4_to_unsloth(nf4, device, monkeyp
     monkeypatch.setitem(sys.modules, "unsloth.kernels", kernels)
     monkeypatch.setitem(sys.modules, "unsloth.kernels.utils", utils)
     monkeypatch.setitem(sys.modules, "unsloth.kernels.fast_lora", fast_lora)
-    exec(training.lines_for_unsloth(), {"nf4_triton": nf4})
+    exec(training.lines_for_unsloth(), {})
     assert utils.fast_dequantize is fast_lora.fast_dequantize is not theirs
     weight, state = nf4.quantized((32, 64), torch.float16, device)
     want = nf4.spec(weight, state)

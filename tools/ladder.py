@@ -89,17 +89,9 @@ def loads(nibble, code_ptr):
 LADDER = [  # (step, what it taught, (what is timed, what is counted))
     ("bytes, chain of 15 selects", "the naive start", by_bytes(chain)),
     ("bytes, the code by loads", "a cache is a table", by_bytes(loads)),
-    (
-        "words, the code by loads",
-        "a load, a scale, a store for eight weights",
-        both("words", BY_LOADS),
-    ),
+    ("words, the code by loads", "a load and a store for eight weights", both("words", BY_LOADS)),
     ("words, the code by shuffles: ours", "the warp is a table", (OURS, OURS_FULL)),
-    (
-        "no eviction policy",
-        "what the challenge asks for, taken away",
-        both("no_policy", *NO_POLICY),
-    ),
+    ("no eviction policy", "without what the challenge asks for", both("no_policy", *NO_POLICY)),
 ]
 
 

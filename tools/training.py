@@ -44,7 +44,7 @@ LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMAS = (  # (model, its sizes, sequences, tokens of each)
     ("2 layers of Llama-3-8B's size, LoRA", LLAMA_8B, 2, 1024),
 )
-MLPS = ((1024, 4096, 512), (4096, 14336, 256), (4096, 14336, 2048))  # hidden, intermediate, tokens
+MLPS = ((4096, 14336, 256), (4096, 14336, 2048))  # hidden, intermediate, tokens
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft")
 MOST = 0.02  # by which losses may differ: bf16 is rounded to three digits, in another order
@@ -164,14 +164,14 @@ def write_rows_of_mlps():
 def lines_for_unsloth():
     """README's, which put nf4_triton.dequantize_nf4 in the place of Unsloth's own."""
     readme = (ROOT / "README.md").read_text()
-    return re.search(r"```python\n(from unsloth.*?)```", readme, re.S)[1]
+    return re.search(r"```python\n(.*?)```", readme, re.S)[1]
 
 
 def measure_mlps(nf4, runs, device, rounds=200):
     import unsloth.kernels.utils as utils
 
     functions = {"stock": utils.fast_dequantize}
-    exec(lines_for_unsloth(), {"nf4_triton": nf4})
+    exec(lines_for_unsloth(), {})
     functions["ours"] = utils.fast_dequantize
     rows = []
     for hidden, intermediate, length in runs:
