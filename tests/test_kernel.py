@@ -141,7 +141,7 @@ WRONG = {  # what is wrong: (text in the notebook, its replacement)
     "a lane loads its neighbour's entry": ("and.b32 lane, lane, 15;", "and.b32 lane, lane, 14;"),
     "half of the entries out of reach": ("| 0x1F  # PTX's", "| 0x07  # PTX's"),
     "bytes of a word exchanged": ("<< (8 * i)", "<< (8 * (i ^ 1))"),
-    "the last byte is not read": ("byte * 2 < n_valid", "byte * 2 + 2 < n_valid"),
+    "the last byte is not read": ("byte_index * 2 < n_valid", "byte_index * 2 + 2 < n_valid"),
     "a weight too many is written": ("mask=index < n_valid", "mask=index <= n_valid"),
     "another block's absmax": ("word_start) // BLOCKSIZE", "word_start) // (2 * BLOCKSIZE)"),
     "another block's absmax2": ("+ block // BLOCKSIZE2", "+ block // (2 * BLOCKSIZE2)"),

@@ -341,7 +341,7 @@ def test_requirements_are_those_of_the_install_cell():
     with machine({}, None):
         names = install()
     listed = (ROOT / "requirements.txt").read_text().splitlines()
-    assert set(listed) == set(names["LIBRARIES"] + names["OTHERS"])
+    assert set(listed) == set(names["PACKAGES"])
 
 
 def readme_command(heading):

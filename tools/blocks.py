@@ -15,7 +15,7 @@ DTYPES = {"float16": "fp16", "bfloat16": "bf16", "mix": "mix"}
 BASELINES = {
     "unsloth": "today's Unsloth ({unsloth})",
     "unsloth_buffer": "Unsloth into one buffer, its way in training",
-    "three_launches": "Unsloth's three launches, its older path by a switch",
+    "three_launches": "Unsloth's older path, three launches",
     "peft": "PEFT ({peft})",
 }
 EXPECTED = """**What to expect: an estimate, not a measurement.** For the test's 9000 calls,
@@ -26,7 +26,7 @@ The host's time is what a call takes beyond its kernel in the race of {gpu}, {da
 how much slower a T4's host is, is chosen so that the formula gives a published time of the three
 launches; Unsloth's time and ours follow. Below 1 it means a faster host, which is unlikely. The
 share of a copy's speed is taken to be the same for all three."""
-DOUBT = "The published times come from hosts that drift; no kernel like ours was timed on a T4."
+DOUBT = "The published times come from hosts that drift."
 
 
 def stored(name):
@@ -70,7 +70,7 @@ def record_block(record, runs, t4, tests):
                 row[short] = f"{ratios[dtype]:.2f}"
             if len(runs) > 1:
                 others = [run["ratios"][who]["mix"] for run in runs if who in run["ratios"]]
-                row[f"mix, in {len(runs)} runs"] = from_to(others)
+                row[f"mix, range of {len(runs)} runs"] = from_to(others)
             rows.append(row)
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
     exact = "{checked:,} comparisons of weights, bit for bit: {differing} differ."
@@ -100,7 +100,7 @@ def ladder_block(ladder):
     for row in ladder["rows"]:
         line = {"step": row["step"]}
         line["% of a copy's speed"] = f"{100 * row['copy_us'] / row['us']:.0f}"
-        line["T4 instructions"] = f"{row['instructions_per_weight']:.1f}"
+        line["T4 instructions a weight"] = f"{row['instructions_per_weight']:.1f}"
         rows.append(line | {"idea": row["taught"]})
     return f"{markdown(rows)}\n\n4096 x 14336 weights, fp16, {ladder['gpu']}, {ladder['date']}."
 
@@ -128,7 +128,7 @@ def training_block(training):
         line["tokens"] = row["tokens"]
         line[f"{row['who']}, ms"] = f"{row['ms']:.2f}"
         line[f"{row['who']}, GB"] = f"{row['peak_bytes'] / 1e9:.2f}"
-    stock = "*Stock* is bitsandbytes' own or, for its MLP, Unsloth's; *ours* has the lines above"
+    stock = "*Stock* is bitsandbytes, in the MLP Unsloth; *ours* has the lines above"
     caption = f"{stock}; GB is the peak of memory. {training['gpu']}, {training['date']}:"
     return f"{caption}\n\n{markdown(rows.values())}"
 

@@ -1,4 +1,4 @@
-"""The ladder: from a naive kernel up to the notebook's, one idea a step, and what lost beside it.
+"""The ladder: from a naive kernel up to the notebook's, one idea a step.
 
     python tools/ladder.py    on a GPU: checks each step's bits, times it, counts its instructions
                               for a T4; writes results/ladder.json
@@ -43,7 +43,7 @@ BY_LOADS = (  # (a text of the notebook, its replacement), like each of NO_POLIC
     'f"and.b32 lane, shifted, 15; mad.wide.u32 at, lane, 4, $9; ld.global.nc.b32 ${i}, [at];"',
 )
 NO_POLICY = (
-    ('word_ptr + word, eviction_policy="evict_first"', "word_ptr + word"),
+    ('word_ptr + index, eviction_policy="evict_first"', "word_ptr + index"),
     ('mask=is_there, other=0, eviction_policy="evict_last"', "mask=is_there, other=0"),
     ('tl.load(offset_ptr, eviction_policy="evict_last"', "tl.load(offset_ptr"),
     ('absmax.to(tl.int32), eviction_policy="evict_last"', "absmax.to(tl.int32)"),

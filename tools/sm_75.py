@@ -107,7 +107,8 @@ def facts(compiled):
 
 def instructions_per_weight(full, dtype, absmax="nested"):
     """Of a thread in a full program: `full` has the kernel with helpers.FULL's edits."""
-    return facts(compile_for(full, dtype, absmax))["instructions"] / 16
+    n_weights = full.WORDS * 8 / 128
+    return facts(compile_for(full, dtype, absmax))["instructions"] / n_weights
 
 
 def main():
