@@ -125,6 +125,16 @@ def test_the_operator_refuses_the_same(nf4, right, what):
         torch.ops.nf4_triton.dequantize(*nf4.to_schema(tensors, kind))
 
 
+def test_the_operator_refuses_tables_beside_plain_absmax(nf4, device):
+    """The kernel would take absmax for an index into them."""
+    pair = nf4.quantized((32, 64), torch.float16, device, nested=False)
+    (weight, absmax, code, *_), kind = nf4.read(*pair)
+    with pytest.raises(ValueError, match="tables must be None"):
+        torch.ops.nf4_triton.dequantize(
+            *nf4.to_schema((weight, absmax, code, None, None, code), kind)
+        )
+
+
 @pytest.mark.parametrize("what", BY_READ | BY_CHECK)
 def test_fake_tensors_are_refused_the_same(nf4, right, what):
     fault = FAULTS[what]
