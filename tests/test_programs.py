@@ -219,8 +219,9 @@ def train_by_unsloth():
     for is_right in (True, False):
         function = nf4.dequantize_nf4 if is_right else one_bit_off(nf4.dequantize_nf4)
         ours = mock.Mock(wraps=function)
-        exec(training.lines_for_unsloth(), {"nf4_triton": mock.Mock(dequantize_nf4=ours)})
-        differing = n_differing(nf4, results(), wanted)
+        exec(training.lines_for_unsloth(), {})
+        with mock.patch.object(nf4, "dequantize_nf4", ours):
+            differing = n_differing(nf4, results(), wanted)
         assert (differing == 0) == is_right, f"{differing} differ where it is right: {is_right}"
         assert ours.call_count >= 5, f"called {ours.call_count} times"
 
