@@ -33,7 +33,6 @@ def nested(tensor):
 
 BY_READ = {
     "the state is None": Fault("layer on the GPU", "both", lambda w, s: (w, None), TypeError),
-    "no weight, no state": Fault("layer on the GPU", "both", lambda w, s: (None, None), TypeError),
     "repacked for a CPU's kernels": Fault("a CPU's repacked one", "both", repacked),
     "quant_type": Fault("quant_type must be 'nf4', got 'fp4'", "quant_type", lambda _: "fp4"),
     "no shape": Fault("4-bit weight", "shape", lambda _: None, TypeError),
@@ -43,12 +42,10 @@ BY_READ = {
     ),
     "state2.blocksize 0": Fault("in blocks of 0", "state2.blocksize", lambda _: 0),
     "dtype": Fault("dtype must be .* got torch.float64", "dtype", lambda _: torch.float64),
-    "no dtype": Fault("dtype must be .* got None", "dtype", lambda _: None),
 }
 BY_CHECK = {
     "no weight": Fault("the weight must be .* got None", "weight", lambda w: None),
     "a byte too few": Fault("weight must have 1024 bytes .* 1023", "weight", lambda w: w[:-1]),
-    "twice the bytes": Fault("1024 bytes .* got 2048", "weight", lambda w: torch.cat((w, w))),
     "int16 weight": Fault("uint8 .*got .*int16", "weight", lambda w: w.view(-1).view(torch.int16)),
     "weight strided": Fault("weight must be contiguous, got strides", "weight", strided),
     "weight sparse": Fault("strided|[Ss]parse", "weight", lambda w: w.to_sparse()),
@@ -56,19 +53,14 @@ BY_CHECK = {
     "an odd shape": Fault("1008 bytes .* got 1024", "shape", lambda _: torch.Size((32, 63))),
     "blocksize 63": Fault("blocksize must be .* got 63 and 256", "blocksize", lambda _: 63),
     "blocksize 64.0": Fault("'blocksize'.*float", "blocksize", lambda _: 64.0, RuntimeError),
-    "no blocksize": Fault("'blocksize'.*NoneType", "blocksize", lambda _: None, RuntimeError),
     "another blocksize": Fault("absmax must have 16 elements", "blocksize", lambda _: 128),
     "state2.blocksize": Fault(
         "state2.blocksize must be .* got 64 and 100", "state2.blocksize", lambda _: 100
     ),
     "no absmax": Fault("absmax must be .* got None", "absmax", lambda _: None),
-    "absmax too short": Fault("absmax must have 32 elements", "absmax", lambda t: t[:-1]),
     "absmax not nested": Fault("absmax must be torch.float32, got", "state2", lambda _: None),
     "absmax in fp32": Fault("absmax must be torch.uint8, got", "absmax", lambda t: t.float()),
-    "absmax strided": Fault("absmax must be contiguous, got", "absmax", strided),
-    "absmax on meta": Fault("absmax must be .* meta", "absmax", lambda t: t.to("meta")),
     "code of integers": Fault("code must be .* got torch.int32", "code", lambda t: t.int()),
-    "code of 8": Fault("code must have 16 elements, got 8", "code", lambda t: t[:8]),
     "code a list": Fault("'code'.*list", "code", lambda t: t.tolist(), RuntimeError),
     "no offset": Fault("offset must be .* got None", "offset", lambda _: None),
     "offset of integers": Fault("offset must be .* torch.int32", "offset", lambda t: t.int()),
@@ -129,10 +121,9 @@ def test_the_operator_refuses_tables_beside_plain_absmax(nf4, device):
     """The kernel would take absmax for an index into them."""
     pair = nf4.quantized((32, 64), torch.float16, device, nested=False)
     (weight, absmax, code, *_), kind = nf4.read(*pair)
+    given = nf4.to_schema((weight, absmax, code, None, None, code), kind)
     with pytest.raises(ValueError, match="tables must be None"):
-        torch.ops.nf4_triton.dequantize(
-            *nf4.to_schema((weight, absmax, code, None, None, code), kind)
-        )
+        torch.ops.nf4_triton.dequantize(*given)
 
 
 @pytest.mark.parametrize("what", BY_READ | BY_CHECK)

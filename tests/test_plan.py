@@ -79,7 +79,6 @@ CHANGES = {  # {what: (where, what it becomes, "plan" | "operator" | the message
     "weight that requires grad": (WEIGHT, requiring_grad, "operator"),
     "weight as int8": (WEIGHT, lambda weight: weight.view(torch.int8), "operator"),
     "weight as fp64": (WEIGHT, lambda weight: weight.view(-1).view(torch.float64), "operator"),
-    "half of the weight": (WEIGHT, lambda weight: weight[: len(weight) // 2], "1024 bytes"),
     "every second byte": (WEIGHT, every_second, "be contiguous"),
     "weight sparse": (WEIGHT, lambda weight: weight.to_sparse(), "be a strided tensor"),
     "weight on another device": (WEIGHT, elsewhere, "be on"),
