@@ -42,6 +42,7 @@ BY_READ = {
     ),
     "state2.blocksize 0": Fault("in blocks of 0", "state2.blocksize", lambda _: 0),
     "dtype": Fault("dtype must be .* got torch.float64", "dtype", lambda _: torch.float64),
+    "no dtype": Fault("dtype must be .* got None", "dtype", lambda _: None),
 }
 BY_CHECK = {
     "no weight": Fault("the weight must be .* got None", "weight", lambda w: None),
@@ -59,8 +60,10 @@ BY_CHECK = {
     ),
     "no absmax": Fault("absmax must be .* got None", "absmax", lambda _: None),
     "absmax not nested": Fault("absmax must be torch.float32, got", "state2", lambda _: None),
+    "absmax strided": Fault("absmax must be contiguous, got", "absmax", strided),
     "absmax in fp32": Fault("absmax must be torch.uint8, got", "absmax", lambda t: t.float()),
     "code of integers": Fault("code must be .* got torch.int32", "code", lambda t: t.int()),
+    "code of 8": Fault("code must have 16 elements, got 8", "code", lambda t: t[:8]),
     "code a list": Fault("'code'.*list", "code", lambda t: t.tolist(), RuntimeError),
     "no offset": Fault("offset must be .* got None", "offset", lambda _: None),
     "offset of integers": Fault("offset must be .* torch.int32", "offset", lambda t: t.int()),

@@ -34,9 +34,7 @@ if GPU:  # there products below the smallest normal number are flushed; a CPU ke
     FACTORS += (1e-38, 3e-39)
 PASSED = {  # how the packed weight may come
     "one byte on": lambda weight: helpers.moved(weight, 1),
-    "four bytes on": lambda weight: helpers.moved(weight, 4),
     "transposed": lambda weight: weight.t(),
-    "transposed, one byte on": lambda weight: helpers.moved(weight, 1).t(),
     "in fp16": lambda weight: weight.view(-1).view(torch.float16).view(-1, 1),
     "in fp32": lambda weight: weight.view(-1).view(torch.float32).view(-1, 1),
 }
@@ -135,17 +133,16 @@ def test_each_load_is_aligned_and_inside_its_tensor(nf4, monkeypatch):
     load, inputs = InterpreterBuilder.create_masked_load, []
 
     def watched(builder, pointers, mask, *others):
-        addresses = pointers.data[mask.data].astype("int64")
         n_bytes = pointers.get_element_ty().primitive_bitwidth // 8
-        assert not (addresses % n_bytes).any(), "a load at an address that is not aligned"
-        for address in addresses:
-            inside = [0 <= address - tensor.data_ptr() < tensor.nbytes for tensor in inputs]
+        for address in pointers.data[mask.data].astype("int64"):
+            assert address % n_bytes == 0, "a load at an address that is not aligned"
+            inside = [0 <= address - t.data_ptr() <= t.nbytes - n_bytes for t in inputs]
             assert any(inside), "a load beyond a tensor"
         return load(builder, pointers, mask, *others)
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", watched)
     for weight, state, _ in ragged(nf4, torch.float16, "cpu"):
-        inputs[:], _ = nf4.read(weight, state)
+        inputs[:] = nf4.read(weight, state)[0]
         nf4.by_kernel_grid(weight, state)
 
 

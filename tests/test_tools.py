@@ -44,8 +44,8 @@ def test_every_step_of_the_ladder_has_the_right_bits(nf4, device, dtype):
 
 
 def test_a_wrong_step_of_the_ladder_is_found(nf4, device, monkeypatch):
-    wrong = ladder.edited("wrong", ("4, 0, 12, 8, 20, 16, 28, 24", "4, 0, 12, 8, 20, 16, 24, 28"))
-    monkeypatch.setattr(ladder, "LADDER", [("wrong", "", (wrong, wrong))])
+    edit = ("4, 0, 12, 8, 20, 16, 28, 24", "4, 0, 12, 8, 20, 16, 24, 28")
+    monkeypatch.setattr(ladder, "LADDER", [("wrong", "", [edit])])
     with pytest.raises(SystemExit, match="wrong: [0-9]+ weights differ; nothing was written"):
         ladder.agreeing(*nf4.quantized((64, 512), torch.float16, device))
 

@@ -9,6 +9,7 @@ program runs.
 
 import datetime
 import inspect
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -32,15 +33,17 @@ BYTE_BY_BYTE = """
     absmax = tl.load(absmax_ptr + block, mask=is_there, other=0)
     absmax2 = tl.load(absmax2_ptr + block // BLOCKSIZE2, mask=is_there, other=0)
     scale = _mul_rn(tl.load(code2_ptr + absmax.to(tl.int32)), absmax2) + tl.load(offset_ptr)
-    first = _mul_rn(look_up(byte >> 4, code_ptr), scale)
-    second = _mul_rn(look_up(byte & 0xF, code_ptr), scale)
+    first = _mul_rn(LOOK_UP(byte >> 4, code_ptr), scale)
+    second = _mul_rn(LOOK_UP(byte & 0xF, code_ptr), scale)
     weights = _rounded(tl.interleave(first, second), out_ptr.dtype.element_ty)
     index = start * 2 + tl.arange(0, BYTES * 2)
     tl.store(out_ptr + index, weights, mask=index < n_weights)
 """
-BY_LOADS = (  # (a text of the notebook, its replacement), like each of NO_POLICY
-    'f"shfl.sync.idx.b32 ${i}, entry, shifted, {segments:#x}, -1;"',
-    'f"and.b32 lane, shifted, 15; mad.wide.u32 at, lane, 4, $9; ld.global.nc.b32 ${i}, [at];"',
+BY_LOADS = (  # pairs: a text of the notebook, its replacement
+    (
+        'f"shfl.sync.idx.b32 ${i}, entry, shifted, {segments:#x}, -1;"',
+        'f"and.b32 lane, shifted, 15; mad.wide.u32 at, lane, 4, $9; ld.global.nc.b32 ${i}, [at];"',
+    ),
 )
 NO_POLICY = (
     ('word_ptr + index, eviction_policy="evict_first"', "word_ptr + index"),
@@ -50,27 +53,6 @@ NO_POLICY = (
     ("ld.global.nc.L1::evict_last.b32", "ld.global.nc.b32"),
 )
 helpers.OPERATIONS["ld.global.nc.b32"] = helpers.load_words  # for the interpreter
-
-
-def edited(name, *edits, **names):
-    """The notebook's definitions, edited, with other values of some names."""
-    module = helpers.load(f"ladder_{name}", *edits)
-    module.SHUFFLES = tl.constexpr(True)  # in the interpreter, too
-    vars(module).update(names)
-    return module
-
-
-def both(name, *edits, **names):
-    """Two such modules: what is timed, and for what is counted the kernel of full programs."""
-    return edited(name, *edits, **names), edited(f"{name}_full", *edits, *helpers.FULL, **names)
-
-
-OURS, OURS_FULL = both("ours")
-
-
-def by_bytes(look_up):
-    body = inspect.getsource(OURS._dequantize_nf4_kernel.fn).rpartition('"""\n')[2]
-    return both(look_up.__name__, (body, BYTE_BY_BYTE), look_up=look_up)
 
 
 @triton.jit
@@ -86,12 +68,24 @@ def loads(nibble, code_ptr):
     return tl.load(code_ptr + nibble)
 
 
-LADDER = [  # (step, what it taught, (what is timed, what is counted))
-    ("bytes, chain of 15 selects", "the naive start", by_bytes(chain)),
-    ("bytes, the code by loads", "a cache is a table", by_bytes(loads)),
-    ("words, the code by loads", "a load and a store for eight weights", both("words", BY_LOADS)),
-    ("words, the code by shuffles: ours", "the warp is a table", (OURS, OURS_FULL)),
-    ("no eviction policy", "without what the challenge asks for", both("no_policy", *NO_POLICY)),
+def edited(step, *edits):
+    """The notebook's definitions, edited."""
+    module = helpers.load("ladder_" + re.sub(r"\W+", "_", step), *edits)
+    module.SHUFFLES = tl.constexpr(True)  # in the interpreter, too
+    module.chain, module.loads = chain, loads
+    return module
+
+
+OURS = edited("ours")
+BODY = inspect.getsource(OURS._dequantize_nf4_kernel.fn).rpartition('"""\n')[2]
+BY_CHAIN = ((BODY, BYTE_BY_BYTE.replace("LOOK_UP", "chain")),)
+BYTES_BY_LOADS = ((BODY, BYTE_BY_BYTE.replace("LOOK_UP", "loads")),)
+LADDER = [  # (step, what it taught, the edits that make it)
+    ("bytes, chain of 15 selects", "the naive start", BY_CHAIN),
+    ("bytes, the code by loads", "a cache is a table", BYTES_BY_LOADS),
+    ("words, the code by loads", "a load and a store for eight weights", BY_LOADS),
+    ("words, the code by shuffles: ours", "the warp is a table", ()),
+    ("no eviction policy", "without what the challenge asks for", NO_POLICY),
 ]
 
 
@@ -99,8 +93,8 @@ def agreeing(weight, state):
     """{step: a function that dequantizes}. Ends the program where one's bits are not right."""
     expected = OURS.dequantize_4bit(weight, state)
     functions = {}
-    for step, _, (module, _) in LADDER:
-        functions[step] = partial(module.by_kernel_grid, weight, state)
+    for step, _, edits in LADDER:
+        functions[step] = partial(edited(step, *edits).by_kernel_grid, weight, state)
         torch.use_deterministic_algorithms(True)  # what is not written is a NaN
         differing = OURS.bits_differing(functions[step](), expected)
         torch.use_deterministic_algorithms(False)
@@ -120,7 +114,8 @@ def measure():
     source = torch.empty(n_bytes // 2, dtype=torch.uint8, device="cuda")  # read and written
     copy_us = 1e3 * median_ms(partial(torch.empty_like(source).copy_, source))
     rows = []
-    for step, taught, (_, full) in LADDER:
+    for step, taught, edits in LADDER:
+        full = edited(f"{step}, full", *edits, *helpers.FULL)
         row = {"step": step, "taught": taught, "us": 1e3 * median_ms(functions[step])}
         row["instructions_per_weight"] = sm_75.instructions_per_weight(full, dtype)
         rows.append(row | {"copy_us": copy_us})

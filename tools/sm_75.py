@@ -106,9 +106,10 @@ def facts(compiled):
 
 
 def instructions_per_weight(full, dtype, absmax="nested"):
-    """Of a thread in a full program: `full` has the kernel with helpers.FULL's edits."""
-    n_weights = full.WORDS * 8 / 128
-    return facts(compile_for(full, dtype, absmax))["instructions"] / n_weights
+    """Of a full program's thread: `full` is the notebook with helpers.FULL's edits."""
+    compiled = compile_for(full, dtype, absmax)
+    n_threads = 32 * compiled.metadata.num_warps
+    return facts(compiled)["instructions"] * n_threads / (full.WORDS * 8)
 
 
 def main():
