@@ -58,8 +58,6 @@ def nf4():
 def forget(nf4):
     nf4.PLANS.clear()
     nf4.WITHOUT_PLAN.clear()
-    nf4.REFUSED.clear()
-    nf4.SAID.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -195,17 +195,17 @@ def test_none_is_made_during_a_capture(planned):
     planned.layer_with_plan()
 
 
-def with_kernel_again(planned, *edit):
-    """The kernel's cell runs again; in it the edit's first text became its second."""
+def with_kernel_again(planned, text, replacement):
+    """The kernel's cell runs again; in it the text became its replacement."""
     nf4, names = planned.nf4, dict(vars(planned.nf4))  # a copy: other tests have the module, too
     source = dict(helpers.exports())["nf4_triton.ipynb[kernel]"]
-    helpers.execute(source.replace(*edit) if edit else source, "again", names)
+    helpers.execute(source.replace(text, replacement), "again", names)
     planned.patch.setattr(nf4, "_dequantize_nf4_kernel", names["_dequantize_nf4_kernel"])
     return helpers.Planned(nf4, planned.device, planned.patch)
 
 
 def check_that_none_is_kept(planned, fault, prepare=lambda layer: None):
-    """Every call is right, and the fault is said once."""
+    """Every call is right, and the fault is said once; a later trial may succeed."""
     planned.said.clear()
     for seed in (0, 0, 1):
         layer = planned.made(seed)
@@ -216,7 +216,7 @@ def check_that_none_is_kept(planned, fault, prepare=lambda layer: None):
 
 
 def test_other_bits_are_refused(planned):
-    """For its kind; an edited kernel, or how it is launched, gets a trial."""
+    """Of its kind alone, and not for good."""
     start, other = torch._C._StaticCudaLauncher._launch_kernel, planned.made(2)
 
     def start_another(*given):
@@ -224,20 +224,12 @@ def test_other_bits_are_refused(planned):
         out_address, _weight_address, *rest = arguments
         start(*how, (out_address, other.weight.data_ptr(), *rest), stream)
 
-    tried = mock.Mock(side_effect=start_another)
-    planned.start_by(tried)
-    check_that_none_is_kept(planned, "other bits")
-    assert tried.call_count == 1
+    planned.start_by(start_another)
+    check_that_none_is_kept(planned, "other bits")  # three calls
     planned.start_by(start)
     another_kind = partial(planned.made, dtype=torch.bfloat16)
     assert [planned.ran(another_kind()) for _ in range(2)] == ["operator", "plan"]
-    assert planned.ran(planned.made()) == "operator"
-    with planned.patch.context() as patch:
-        patch.setattr(planned.nf4, "launch_of", partial(planned.nf4.launch_of))
-        assert [planned.ran(planned.made()) for _ in range(2)] == ["operator", "plan"]
-    planned.nf4.PLANS.clear()
-    again = with_kernel_again(planned)
-    assert [again.ran(again.made()) for _ in range(2)] == ["operator", "plan"]
+    assert [planned.ran(planned.made()) for _ in range(2)] == ["operator", "plan"]
 
 
 def test_a_start_that_writes_nothing_is_not_kept(planned):
@@ -258,7 +250,7 @@ def test_a_start_that_writes_nothing_is_not_kept(planned):
 
     planned.start_by(write_nothing)
     check_that_none_is_kept(planned, "other bits", leave_the_right_bits)
-    assert len(tried) == 1 and tried[0] in addresses, "else nothing is tested"
+    assert tried and addresses.issuperset(tried), "else nothing is tested"
 
 
 @pytest.mark.skipif(GPU, reason="there the kernel is compiled as it is")
@@ -398,7 +390,7 @@ class Plans(dict):
 PLANS = namespace.plans = Plans()"""
 LACKING = [
     Lacking("kernel is not _dequantize_nf4_kernel", test_an_edited_kernel_or_plan_is_followed),
-    Lacking("not are_alike(*tensors)", partial(test_a_change_is_seen, what="every second byte")),
+    Lacking("not are_alike(*present)", partial(test_a_change_is_seen, what="every second byte")),
     Lacking("n_modes()", partial(test_compile.test_tracers_make_no_weight_constant, how="make_fx")),
     Lacking("0 in addresses", partial(test_a_change_is_seen, what="weight freed")),
     Lacking(
@@ -409,8 +401,7 @@ LACKING = [
     Lacking("current_gpu() != index", test_another_gpu_may_be_current),
     Lacking("current_stream(index))", test_the_current_stream_is_used, "0)"),
     Lacking("metadata.profile_scratch_size", test_a_kernel_with_scratch_memory_gets_none),
-    Lacking("not is_right(plan, tensors, out)", test_other_bits_are_refused),
-    Lacking("case in REFUSED", test_other_bits_are_refused),
+    Lacking("not is_right(plan, present, out)", test_other_bits_are_refused),
     Lacking("torch.full_like(out, math.nan)", test_a_start_that_writes_nothing_is_not_kept, "None"),
     Lacking("n_calls.bit_count() > 1", partial(test_a_trial_is_repeated, error=RuntimeError)),
     Lacking("torch.cuda.get_sync_debug_mode()", partial(test_a_trouble_passes, trouble=no_waiting)),

@@ -319,7 +319,7 @@ def test_threads_that_begin_at_once_get_right_weights(nf4):
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(4))) == [0, 0, 0, 0]
-    assert len(nf4.PLANS) == 3 and not nf4.REFUSED
+    assert len(nf4.PLANS) == 3
 
 
 def growth(nf4, dequantize, calls):

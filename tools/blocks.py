@@ -128,7 +128,7 @@ def training_block(training):
         line["tokens"] = row["tokens"]
         line[f"{row['who']}, ms"] = f"{row['ms']:.2f}"
         line[f"{row['who']}, GB"] = f"{row['peak_bytes'] / 1e9:.2f}"
-    stock = "*Stock* is bitsandbytes, in the MLP Unsloth; *ours* has the lines above"
+    stock = "*Stock* is bitsandbytes in the first row, Unsloth below; *ours* has the lines above"
     caption = f"{stock}; GB is the peak of memory. {training['gpu']}, {training['date']}:"
     return f"{caption}\n\n{markdown(rows.values())}"
 
