@@ -349,6 +349,8 @@ def test_a_code_of_another_default_dtype_keeps_its_plan(planned):
         out = planned.nf4.your_dequantize_nf4(layer)
         assert planned.nf4.bits_differing(out, want) == 0
     assert planned.n_by_operator == 3 and planned.n_plans() == 1
+    # A captured graph copies from it at each replay: it must stay.
+    assert planned.nf4.nf4_code() is planned.nf4.nf4_code()
 
 
 def test_a_table_at_an_odd_address_is_refused(planned):
