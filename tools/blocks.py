@@ -20,7 +20,7 @@ BASELINES = {
 }
 EXPECTED = """**What to expect: an estimate, not a measurement.** For the test's 9000 calls,
 
-    seconds = bytes / (share x a copy's speed on a T4) + 9000 x host's time a call x factor
+    seconds = bytes moved / (share x a copy's speed on a T4) + 9000 x host's time a call x factor
 
 The host's time is what a call takes beyond its kernel in the race of {gpu}, {date}. The factor,
 how much slower a T4's host is, is chosen so that the formula gives a published time of the three
