@@ -220,9 +220,7 @@ def plan_on_cpu(nf4, monkeypatch):
         metadata = types.SimpleNamespace(
             num_warps=4, shared=0, global_scratch_size=0, profile_scratch_size=0
         )
-        return types.SimpleNamespace(  # stands for Triton's CompiledKernel
-            function=function, metadata=metadata, _init_handles=lambda: None
-        )
+        return types.SimpleNamespace(function=function, metadata=metadata)  # a CompiledKernel's
 
     def launch_kernel(function, x, y, z, num_warps, shared, types_given, arguments, stream):
         assert (y, z, shared) == (1, 1, 0) and stream == world.stream and world.device is None
@@ -272,12 +270,10 @@ class Planned:
         self.nf4, self.device, self.patch = nf4, device, patch
         self.world = None if torch.cuda.is_available() else plan_on_cpu(nf4, patch)
         self.n_by_operator, self.run_operator = 0, nf4.run_operator
-        patch.setattr(nf4.namespace, "run", self.count_and_run)
+        patch.setattr(nf4.NF4_OPS, "run", self.count_and_run)
         self.said = []  # in the log
-        patch.setattr(nf4, "LOG", types.SimpleNamespace(warning=self.hear))
-
-    def hear(self, text, *given):
-        self.said.append(text % given)
+        log = types.SimpleNamespace(warning=lambda text, *how: self.said.append(text % how))
+        patch.setattr(nf4, "LOG", log)
 
     def count_and_run(self, *given):
         self.n_by_operator += 1

@@ -72,10 +72,9 @@ def test_compiled_code_makes_no_detour_through_params4bit(nf4, device, monkeypat
     function = compiled(nf4.your_dequantize_nf4, "inductor")
     function(layer)
     run = mock.Mock(wraps=nf4.run_operator)
-    monkeypatch.setattr(nf4.namespace, "run", run)
+    monkeypatch.setattr(nf4.NF4_OPS, "run", run)
     assert nf4.bits_differing(function(layer), nf4.bnb_dequantize(layer)) == 0
-    ((tensors, _), _) = run.call_args
-    assert type(tensors[0]) is torch.Tensor
+    assert type(run.call_args.args[0]) is torch.Tensor
 
 
 def test_the_operator_keeps_torchs_rules(nf4, device):
@@ -221,7 +220,7 @@ def test_the_next_process_follows_an_edit_with_warm_caches(device, tmp_path):
 def test_another_module_of_the_notebook_takes_over(nf4, device, monkeypatch):
     """A reload, or the exported module beside the notebook: both work, and compiled code does."""
     for name in ("run", "run_fake"):  # the session's, afterwards
-        monkeypatch.setattr(nf4.namespace, name, getattr(nf4.namespace, name))
+        monkeypatch.setattr(nf4.NF4_OPS, name, getattr(nf4.NF4_OPS, name))
     monkeypatch.setitem(sys.modules, "nf4_triton", nf4)
     weight, state = nf4.quantized((64, 64), torch.float16, device)
     want = nf4.dequantize_nf4(weight, state)
@@ -231,7 +230,7 @@ def test_another_module_of_the_notebook_takes_over(nf4, device, monkeypatch):
     for dequantize in (function, nf4.dequantize_nf4, beside.dequantize_nf4):
         args = (weight,) if dequantize is function else (weight, state)
         assert nf4.bits_differing(dequantize(*args), want) == 0
-    assert nf4.namespace.run is beside.run_operator and nf4.PLANS is beside.PLANS
+    assert nf4.NF4_OPS.run is beside.run_operator and nf4.PLANS is beside.PLANS
 
 
 class Frozen(torch.nn.Module):

@@ -120,13 +120,14 @@ def test_the_operator_refuses_the_same(nf4, right, what):
         torch.ops.nf4_triton.dequantize(*nf4.to_schema(tensors, kind))
 
 
-def test_tables_beside_plain_absmax_are_not_read(nf4, device):
-    """The kernel would take absmax for an index into them."""
+def test_the_operator_refuses_tables_beside_plain_absmax(nf4, device):
+    """One on another device would lead to another's kernel, and to an output that nobody filled."""
     pair = nf4.quantized((32, 64), torch.float16, device, nested=False)
     (weight, absmax, code, *_), kind = nf4.read(*pair)
-    given = nf4.to_schema((weight, absmax, code, code, absmax, code), kind)
-    out = torch.ops.nf4_triton.dequantize(*given)
-    assert nf4.bits_differing(out, nf4.spec(*pair)) == 0
+    for table in (code, code.to("meta")):
+        given = nf4.to_schema((weight, absmax, code, None, None, table), kind)
+        with pytest.raises(ValueError, match="tables must be None"):
+            torch.ops.nf4_triton.dequantize(*given)
 
 
 @pytest.mark.parametrize("what", BY_READ | BY_CHECK)

@@ -74,7 +74,7 @@ def record_block(record, runs, t4, tests):
             rows.append(row)
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
     exact = "{checked:,} comparisons of weights, bit for bit: {differing} differ."
-    line = f"**{origin}.** {exact.format(**record['exact'])}"
+    line = f"**{origin}; the latest run.** {exact.format(**record['exact'])}"
     line += f" *Run all* took {record['seconds'] / 60:.0f} minutes."
     seconds = pd.DataFrame(record["official"]).pivot(index="dtype", columns="who", values="seconds")
     lowest = (seconds.unsloth / seconds.ours).min()

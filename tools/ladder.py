@@ -85,7 +85,7 @@ LADDER = [  # (step, what it taught, the edits that make it)
     ("bytes, the code by loads", "a cache is a table", BYTES_BY_LOADS),
     ("words, the code by loads", "a load and a store for eight weights", BY_LOADS),
     ("words, the code by shuffles: ours", "the warp is a table", ()),
-    ("no eviction policy", "without what the challenge asks for", NO_POLICY),
+    ("no eviction policy", "what the policies buy", NO_POLICY),
 ]
 
 
