@@ -73,17 +73,18 @@ def record_block(record, runs, t4, tests):
                 row[f"mix, range of {len(runs)} runs"] = from_to(others)
             rows.append(row)
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
+    which = "; the latest run" if len(runs) > 1 else ""
+    run = f"* **{origin}{which}.** *Run all* took {record['seconds'] / 60:.0f} minutes."
     exact = "{checked:,} comparisons of weights, bit for bit: {differing} differ."
-    line = f"**{origin}; the latest run.** {exact.format(**record['exact'])}"
-    line += f" *Run all* took {record['seconds'] / 60:.0f} minutes."
+    found = f"* {exact.format(**record['exact'])}"
     seconds = pd.DataFrame(record["official"]).pivot(index="dtype", columns="who", values="seconds")
     lowest = (seconds.unsloth / seconds.ours).min()
-    line += f" `test_dequantize`, one run after another: {lowest:.2f} over today's Unsloth,"
-    line += " the lowest of fp16, bf16 and mix."
+    found += f" `test_dequantize`, one run after another: {lowest:.2f} over today's Unsloth,"
+    found += " the lowest of three."
     if tests:
         text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped."
-        line += text.format(**tests)
-    paragraphs = [markdown(rows), line]
+        found += text.format(**tests)
+    paragraphs = [markdown(rows), f"{run}\n{found}"]
     if t4 and "T4" not in record["gpu"]:
         over = from_to([row["over_unsloth"] for row in t4["estimate"]])
         older = from_to([row["over_three_launches"] for row in t4["estimate"]])
