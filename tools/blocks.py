@@ -79,11 +79,10 @@ def record_block(record, runs, t4, tests):
     found = f"* {exact.format(**record['exact'])}"
     seconds = pd.DataFrame(record["official"]).pivot(index="dtype", columns="who", values="seconds")
     lowest = (seconds.unsloth / seconds.ours).min()
-    found += f" `test_dequantize`, one run after another: {lowest:.2f} over today's Unsloth,"
-    found += " the lowest of three."
+    found += f" `test_dequantize`: {lowest:.2f} over today's Unsloth, the lowest of three."
     if tests:
-        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped."
-        found += text.format(**tests)
+        found += " The tests on {gpus} x {gpu}: {passed} passed,".format(**tests)
+        found += " {failed} failed, {error} error, {skipped} skipped.".format(**tests)
     paragraphs = [markdown(rows), f"{run}\n{found}"]
     if t4 and "T4" not in record["gpu"]:
         over = from_to([row["over_unsloth"] for row in t4["estimate"]])
