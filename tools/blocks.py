@@ -81,8 +81,9 @@ def record_block(record, runs, t4, tests):
     lowest = (seconds.unsloth / seconds.ours).min()
     found += f" `test_dequantize`: {lowest:.2f} over today's Unsloth, the lowest of three."
     if tests:
-        found += " The tests on {gpus} x {gpu}: {passed} passed,".format(**tests)
-        found += " {failed} failed, {error} error, {skipped} skipped.".format(**tests)
+        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {error} error,"
+        text += " {skipped} skipped."
+        found += text.format(**tests)
     paragraphs = [markdown(rows), f"{run}\n{found}"]
     if t4 and "T4" not in record["gpu"]:
         over = from_to([row["over_unsloth"] for row in t4["estimate"]])
