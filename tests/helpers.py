@@ -7,6 +7,7 @@ device, a stream and a launcher.
 
 import contextlib
 import ctypes
+import functools
 import json
 import linecache
 import operator
@@ -200,10 +201,11 @@ def plan_on_cpu(nf4, monkeypatch):
 
     returns  a namespace to change: `device` and `stream` are the current ones
     """
-    world = types.SimpleNamespace(device=None, stream=0)
+    world = types.SimpleNamespace(device=None, stream=0, scratch=0)
     kernel = nf4._dequantize_nf4_kernel
 
-    def warmup(*arguments, grid):
+    def launch(grid, *arguments):
+        kernel[grid](*arguments)
         tensors, (n_weights, *constants) = arguments[:7], arguments[7:]
         facts = [(each.dtype, each.numel()) for each in tensors if each is not None]
 
@@ -218,9 +220,13 @@ def plan_on_cpu(nf4, monkeypatch):
             kernel[grid](*found, n_weights, *constants)
 
         metadata = types.SimpleNamespace(
-            num_warps=4, shared=0, global_scratch_size=0, profile_scratch_size=0
+            num_warps=4, shared=0, global_scratch_size=0, profile_scratch_size=world.scratch
         )
         return types.SimpleNamespace(function=function, metadata=metadata)  # a CompiledKernel's
+
+    class Launching:  # as Triton's, a launch returns what was compiled
+        def __getitem__(self, grid):
+            return functools.partial(launch, grid)
 
     def launch_kernel(function, x, y, z, num_warps, shared, types_given, arguments, stream):
         assert (y, z, shared) == (1, 1, 0) and stream == world.stream and world.device is None
@@ -247,7 +253,7 @@ def plan_on_cpu(nf4, monkeypatch):
     for name, stand_in in stand_ins.items():
         replace_in_torch(monkeypatch, name, stand_in)
     monkeypatch.setattr(nf4, "PLANNING", True)
-    monkeypatch.setattr(kernel, "warmup", warmup, raising=False)  # Triton 3.5 has none
+    monkeypatch.setattr(nf4, "_dequantize_nf4_kernel", Launching())
     return world
 
 

@@ -153,7 +153,7 @@ WRONG = {  # what is wrong: (text in the notebook, its replacement)
     "nibbles swapped": ("(4, 0, 12, 8, 20, 16, 28, 24)", "(0, 4, 8, 12, 16, 20, 24, 28)"),
     "two shifts exchanged": ("(4, 0, 12, 8, 20, 16, 28, 24)", "(4, 0, 12, 8, 20, 28, 16, 24)"),
     "a lane loads its neighbour's entry": ("and.b32 lane, lane, 15;", "and.b32 lane, lane, 14;"),
-    "half of the entries out of reach": ("| 0x1F  # PTX's", "| 0x07  # PTX's"),
+    "half of the entries out of reach": ("shifted, 0x101f, -1", "shifted, 0x1007, -1"),
     "bytes of a word exchanged": ("<< (8 * i)", "<< (8 * (i ^ 1))"),
     "the last byte is not read": ("byte_index * 2 < n_valid", "byte_index * 2 + 2 < n_valid"),
     "a weight too many is written": ("mask=index < n_valid", "mask=index <= n_valid"),

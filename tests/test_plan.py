@@ -259,15 +259,7 @@ def test_a_start_that_writes_nothing_is_not_kept(planned):
 
 @pytest.mark.skipif(GPU, reason="there the kernel is compiled as it is")
 def test_a_kernel_with_scratch_memory_gets_none(planned):
-    kernel = planned.nf4._dequantize_nf4_kernel
-    warmup = kernel.warmup
-
-    def with_scratch(*arguments, **options):
-        compiled = warmup(*arguments, **options)
-        compiled.metadata.profile_scratch_size = 8
-        return compiled
-
-    planned.patch.setattr(kernel, "warmup", with_scratch)
+    planned.world.scratch = 8
     check_that_none_is_kept(planned, "scratch memory")
 
 

@@ -41,8 +41,8 @@ BYTE_BY_BYTE = """
 """
 BY_LOADS = (  # pairs: a text of the notebook, its replacement
     (
-        'f"shfl.sync.idx.b32 ${i}, entry, shifted, {segments:#x}, -1;"',
-        'f"and.b32 lane, shifted, 15; mad.wide.u32 at, lane, 4, $9; ld.global.nc.b32 ${i}, [at];"',
+        "shfl.sync.idx.b32 ${i}, entry, shifted, 0x101f, -1;",
+        "and.b32 lane, shifted, 15; mad.wide.u32 at, lane, 4, $9; ld.global.nc.b32 ${i}, [at];",
     ),
 )
 NO_POLICY = (
