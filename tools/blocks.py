@@ -79,7 +79,7 @@ def record_block(record, runs, t4, tests):
     found = f"* {exact.format(**record['exact'])}"
     seconds = pd.DataFrame(record["official"]).pivot(index="dtype", columns="who", values="seconds")
     lowest = (seconds.unsloth / seconds.ours).min()
-    found += f" `test_dequantize`: {lowest:.2f} over today's Unsloth, the lowest of three."
+    found += f" `test_dequantize`: {lowest:.2f} over today's Unsloth, the lowest of three runs."
     if tests:
         text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {error} error,"
         text += " {skipped} skipped."
@@ -110,9 +110,9 @@ def ladder_block(ladder):
 def t4_block(t4):
     rows = []
     for row in t4["estimate"]:
-        line = {"three launches, s": f"{row['published_s']:.3f}"}
-        line["of a copy's speed"] = f"{100 * row['share']:.0f} %"
-        line["host factor"] = f"{row['factor']:.2f}"
+        line = {"published, s": f"{row['published_s']:.3f}"}
+        line["share"] = f"{100 * row['share']:.0f} %"
+        line["factor"] = f"{row['factor']:.2f}"
         line["Unsloth, s"] = f"{row['unsloth_s']:.2f}"
         line["ours, s"] = f"{row['ours_s']:.2f}"
         line["over Unsloth"] = f"{row['over_unsloth']:.2f}"
