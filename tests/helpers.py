@@ -281,9 +281,9 @@ class Planned:
         log = types.SimpleNamespace(warning=lambda text, *how: self.said.append(text % how))
         patch.setattr(nf4, "LOG", log)
 
-    def count_and_run(self, *given):
-        self.n_by_operator += 1
-        return self.run_operator(*given)
+    def count_and_run(self, *given, is_fake=False):
+        self.n_by_operator += not is_fake
+        return self.run_operator(*given, is_fake=is_fake)
 
     def made(self, seed=0, dtype=torch.float16, shape=(32, 64), **how):
         """A layer that was never called."""
