@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import types
+import weakref
 from concurrent import futures
 from pathlib import Path
 
@@ -222,7 +223,8 @@ def plan_on_cpu(nf4, monkeypatch):
         metadata = types.SimpleNamespace(
             num_warps=4, shared=0, global_scratch_size=0, profile_scratch_size=world.scratch
         )
-        return types.SimpleNamespace(function=function, metadata=metadata)  # a CompiledKernel's
+        handle = weakref.proxy(function)  # it lasts as long as the CompiledKernel
+        return types.SimpleNamespace(function=handle, metadata=metadata, loaded=function)
 
     class Launching:  # as Triton's, a launch returns what was compiled
         def __getitem__(self, grid):

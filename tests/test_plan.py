@@ -119,7 +119,7 @@ def test_each_form_of_a_weight_has_its_plan(planned):
 def test_no_kind_gets_anothers_plan(planned):
     """A second layer of each has the first one's plan."""
     kinds = [{}, {"dtype": torch.bfloat16}, {"blocksize": 128}, {"nested": False}]
-    kinds.append({"shape": (64, 32)})
+    kinds += [{"shape": (64, 32)}, {"shape": (64, 65)}]  # the last takes three programs
     for wanted in ("operator", "plan"):
         for kind in kinds:
             ran = [planned.ran(planned.made(seed, **kind)) for seed in range(2)]
