@@ -284,7 +284,8 @@ class Planned:
         patch.setattr(nf4, "LOG", log)
 
     def count_and_run(self, *given, is_fake=False):
-        self.n_by_operator += not is_fake
+        if not is_fake:
+            self.n_by_operator += 1
         return self.run_operator(*given, is_fake=is_fake)
 
     def made(self, seed=0, dtype=torch.float16, shape=(32, 64), **how):

@@ -165,7 +165,7 @@ EDITS = {  # {what is edited: (a cell, text there, its replacement, cells that r
     "a helper": ("helpers", "return x.to(DTYPE)", "return -x.to(DTYPE)", ["helpers", "kernel"]),
     "the assembly": ("lookup", "(4, 0, 12, 8,", "(0, 4, 12, 8,", ["lookup", "kernel"]),
     "the launch": ("operator", "WORDS = 256 ", "WORDS = 128 ", ["operator"]),
-    "the operator": ("operator", "keep_plan(compiled", "out.neg_(), (compiled", ["operator"]),
+    "the operator": ("operator", "tensors = (weight", "tensors = (~weight", ["operator"]),
 }
 
 
