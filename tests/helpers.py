@@ -128,70 +128,59 @@ def write_json(path, content):
     print(f"written: {unfinished.rename(path)}")
 
 
-# Triton's interpreter learns the assembly.
+# Triton's interpreter learns the assembly. Row i of a block stands for thread i.
 
 
 def emulate_assembly():
-    """Teaches Triton's interpreter shuffles; a block's element i stands for thread i."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     InterpreterBuilder.create_inline_asm = run_assembly
+    InterpreterBuilder.create_splat = functools.partialmethod(
+        splat, InterpreterBuilder.create_splat
+    )
 
 
-def shuffle(values, lanes, segments):
+def splat(builder, otherwise, block, scalar):
+    """A scalar that has a value for each of 32 lanes, as a block."""
+    from triton.runtime.interpreter import TensorHandle
+
+    if scalar.data.size != 32:
+        return otherwise(builder, block, scalar)
+    of_rows = scalar.data[np.arange(block.shape[0]) % 32]
+    return TensorHandle(np.repeat(of_rows[:, None], block.shape[1], axis=1), scalar.dtype.scalar)
+
+
+def shuffle(values, lanes, segments, mask):
     """shfl.sync.idx by PTX's rules.
 
     segments  its bits 8 to 12 mask a segment's lane bits, 0 to 4 are a clamp
     """
+    assert mask == -1, "a lane does not take part"
     fixed, most = (segments >> 8) & 0x1F, segments & 0x1F
-    lane = np.arange(values.size) % 32
-    source = (lane & fixed) | (lanes.astype(np.int64) & ~fixed & 0x1F)
+    row = np.arange(len(values))[:, None]
+    lane = row % 32
+    source = (lane & fixed) | (lanes & ~fixed & 0x1F)
     source = np.where(source <= ((lane & fixed) | (most & ~fixed)), source, lane)
-    return values[np.arange(values.size) - lane + source]
+    return np.take_along_axis(values, row - lane + source, axis=0)
 
 
-def load_words(addresses):
-    read = [ctypes.c_uint32.from_address(int(address)).value for address in addresses]
-    return np.array(read, dtype="uint32")
-
-
-OPERATIONS = {  # without those on .reg, which declares
-    "mov.u32": lambda a: a,
-    "and.b32": lambda a, b: a & b,
-    "shr.u32": lambda a, b: a >> b,
-    "mad.wide.u32": lambda a, b, c: a.astype("uint64") * b + c,
-    "ld.global.nc.L1::evict_last.b32": load_words,
-    "shfl.sync.idx.b32": lambda value, lane, segments, mask: shuffle(value, lane, segments),
-}
+OPERATIONS = {"mov.u32": lambda lane: lane, "shfl.sync.idx.b32": shuffle}
 
 
 def run_assembly(builder, asm, constraints, values, types_, is_pure, pack):
-    """What the assembly leaves in its outputs, for all threads."""
-    import triton.language as tl
+    """What one instruction leaves in $0, for all threads."""
     from triton.runtime.interpreter import TensorHandle
 
-    kinds = constraints.split(",")
-    n_outputs = sum(kind.startswith("=") for kind in kinds)
-    assert all(kind.startswith("=&") for kind in kinds[:n_outputs]), "outputs are written early"
-    n_threads = values[0].data.size
-    registers = {"%laneid": (np.arange(n_threads) % 32).astype("uint32")}
-    for i, value in enumerate(values, n_outputs):
-        registers[f"${i}"] = value.data.view({"r": "uint32", "l": "uint64"}[kinds[i]])
-    for instruction in re.findall(r"[^;{}]+(?=;)", asm):
-        name, *operands = instruction.replace(",", " ").split()
-        if name == ".reg":
-            continue
-        if name not in OPERATIONS:
-            cure = "teach it what that does, in OPERATIONS of tests/helpers.py"
-            raise ValueError(f"the tests' emulator does not know the instruction {name}: {cure}")
-        to, *sources = [operand.strip("[]") for operand in operands]
-        read = [registers[each] if each in registers else int(each, 0) for each in sources]
-        registers[to] = OPERATIONS[name](*read)
-        assert not name.startswith("shfl") or read[-1] == -1, "a lane does not take part"
-    handles = []
-    for i in range(n_outputs):
-        handles.append(TensorHandle(registers[f"${i}"].view("float32"), tl.float32))
-    return types.SimpleNamespace(get_result=lambda i: handles[i])
+    name, _, *operands = asm.strip(";").replace(",", " ").split()
+    if name not in OPERATIONS:
+        cure = "teach it what that does, in OPERATIONS of tests/helpers.py"
+        raise ValueError(f"the tests' emulator does not know the instruction {name}: {cure}")
+    registers = {"%laneid": np.arange(32, dtype="int32")}
+    for i, value in enumerate(values, 1):
+        registers[f"${i}"] = value.data
+    read = [registers[each] if each in registers else int(each, 0) for each in operands]
+    handle = TensorHandle(OPERATIONS[name](*read), types_[0].scalar)
+    return types.SimpleNamespace(get_result=lambda i: handle)
 
 
 # Plans without a GPU.
@@ -269,6 +258,12 @@ def owner_of(name, root):
     """(the object that has it, its last part) of a dotted name below the root."""
     owner, _, last = f"root.{name}".rpartition(".")
     return operator.attrgetter(owner)(types.SimpleNamespace(root=root)), last
+
+
+def numbers(nf4, kind):
+    """What the operator takes beside tensors."""
+    shape, dtype, *blocksizes = kind
+    return shape, nf4.DTYPES.index(dtype), *blocksizes
 
 
 class Planned:

@@ -117,7 +117,7 @@ def test_the_operator_refuses_the_same(nf4, right, what):
     fault = FAULTS[what]
     tensors, kind = nf4.read(*faulty(what, *right))
     with pytest.raises(fault.error, match=fault.words):
-        torch.ops.nf4_triton.dequantize(*nf4.to_schema(tensors, kind))
+        torch.ops.nf4_triton.dequantize(*tensors, *helpers.numbers(nf4, kind))
 
 
 def test_the_operator_refuses_tables_beside_plain_absmax(nf4, device):
@@ -125,9 +125,9 @@ def test_the_operator_refuses_tables_beside_plain_absmax(nf4, device):
     pair = nf4.quantized((32, 64), torch.float16, device, nested=False)
     (weight, absmax, code, *_), kind = nf4.read(*pair)
     for table in (code, code.to("meta")):
-        given = nf4.to_schema((weight, absmax, code, None, None, table), kind)
+        tensors = (weight, absmax, code, None, None, table)
         with pytest.raises(ValueError, match="tables must be None"):
-            torch.ops.nf4_triton.dequantize(*given)
+            torch.ops.nf4_triton.dequantize(*tensors, *helpers.numbers(nf4, kind))
 
 
 @pytest.mark.parametrize("what", BY_READ | BY_CHECK)

@@ -56,7 +56,7 @@ def test_each_dequantization_is_waited_for_and_all_three_stay_alive(nf4, monkeyp
         outs.append(weakref.ref(out))
         return out
 
-    mlp = types.SimpleNamespace(up_proj="up", gate_proj="gate", down_proj="down")
+    mlp = types.SimpleNamespace(layers=lambda: ("up", "gate", "down"))
     on_gpu = types.SimpleNamespace(is_cuda=True)
     results = nf4.mlp_dequantize(on_gpu, mlp, fx)
     assert seen == ["up", "wait", "gate", "wait", "down", "wait"]
@@ -97,26 +97,9 @@ def test_wrong_weights_are_not_timed(nf4, name, monkeypatch):
 def test_a_contender_that_fails_is_named_and_left_out_but_never_ours(nf4, layer, capsys):
     fine = nf4.bnb_dequantize
     working = nf4.checked({"ours": fine, "peft": off_by(0.01)}, [layer])
-    assert list(working) == ["ours"] and "left out: PEFT: " in capsys.readouterr().out
+    assert list(working) == ["ours"] and "left out: peft: " in capsys.readouterr().out
     with pytest.raises(ValueError, match="wrong weights"):
         nf4.checked({"ours": off_by(0.01)}, [layer])
-
-
-def test_unsloths_switch_is_set_for_its_older_path_alone(nf4, layer, monkeypatch):
-    """And set back after a fault of theirs."""
-
-    def fast_dequantize(weight, state):
-        assert unsloth._USE_NF4_KERNELS is False
-        raise OSError
-
-    unsloth = types.SimpleNamespace(_USE_NF4_KERNELS=True, fast_dequantize=fast_dequantize)
-    monkeypatch.setattr(nf4, "unsloth_kernels", unsloth)
-    with pytest.raises(OSError):
-        nf4.three_launches(layer)
-    assert unsloth._USE_NF4_KERNELS is True
-    del unsloth._USE_NF4_KERNELS  # an Unsloth before 2026.10
-    with pytest.raises(AttributeError, match="_USE_NF4_KERNELS"):
-        nf4.three_launches(layer)
 
 
 def test_the_time_to_issue_is_taken_without_the_wait(nf4, monkeypatch):

@@ -44,7 +44,7 @@ def test_every_step_of_the_ladder_has_the_right_bits(nf4, device, dtype):
 
 
 def test_a_wrong_step_of_the_ladder_is_found(nf4, device, monkeypatch):
-    edit = ("4, 0, 12, 8, 20, 16, 28, 24", "4, 0, 12, 8, 20, 16, 24, 28")
+    edit = ("4 * (tl.arange(0, 8) ^ 1)", "4 * (tl.arange(0, 8) ^ 3)")
     monkeypatch.setattr(ladder, "LADDER", [("wrong", "", [edit])])
     with pytest.raises(SystemExit, match="wrong: [0-9]+ weights differ; nothing was written"):
         ladder.agreeing(*nf4.quantized((64, 512), torch.float16, device))
@@ -52,11 +52,12 @@ def test_a_wrong_step_of_the_ladder_is_found(nf4, device, monkeypatch):
 
 def test_an_instruction_that_the_emulator_does_not_know_is_named(nf4):
     """And where to teach it: so the assembly is edited without a GPU."""
-    other = ("shr.u32 shifted, $8, {shift};", "bfe.u32 shifted, $8, {shift}, 4;")
-    edited = ladder.edited("bfe", other)
+    edited = ladder.edited("up", ("shfl.sync.idx", "shfl.sync.up"))
     if torch.cuda.is_available():
         pytest.skip("there it is assembled")
-    with pytest.raises(Exception, match="know the instruction bfe.u32: .* OPERATIONS of tests/"):
+    with pytest.raises(
+        Exception, match="know the instruction shfl.sync.up.b32: .* OPERATIONS of tests/"
+    ):
         edited.dequantize_nf4(*nf4.quantized((64, 512), torch.float16, "cpu"))
 
 

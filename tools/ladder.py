@@ -39,20 +39,14 @@ BYTE_BY_BYTE = """
     index = start * 2 + tl.arange(0, BYTES * 2)
     tl.store(out_ptr + index, weights, mask=index < n_weights)
 """
-BY_LOADS = (  # pairs: a text of the notebook, its replacement
-    (
-        "shfl.sync.idx.b32 ${i}, entry, shifted, 0x101f, -1;",
-        "and.b32 lane, shifted, 15; mad.wide.u32 at, lane, 4, $9; ld.global.nc.b32 ${i}, [at];",
-    ),
-)
+BY_LOADS = (("if not SHUFFLES:", "if True:"),)  # pairs: a text of the notebook, its replacement
 NO_POLICY = (
     ('word_ptr + index, eviction_policy="evict_first"', "word_ptr + index"),
     ('mask=is_there, other=0, eviction_policy="evict_last"', "mask=is_there, other=0"),
     ('tl.load(offset_ptr, eviction_policy="evict_last"', "tl.load(offset_ptr"),
     ('absmax.to(tl.int32), eviction_policy="evict_last"', "absmax.to(tl.int32)"),
-    ("ld.global.nc.L1::evict_last.b32", "ld.global.nc.b32"),
+    ('code_ptr + index, eviction_policy="evict_last"', "code_ptr + index"),
 )
-helpers.OPERATIONS["ld.global.nc.b32"] = helpers.load_words  # for the interpreter
 
 
 @triton.jit
