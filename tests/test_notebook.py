@@ -147,6 +147,7 @@ def test_a_run_is_taken_in_whole(run):
     assert record.code_cells(notebook)[3].outputs == [output]
     for text in (nbformat.writes(notebook), (record.ROOT / "README.md").read_text()):
         assert " 98.76 |" in text
+        assert "range of 2 runs" not in text, "one of them is of another GPU"
 
 
 def edit_record(run, **fields):
