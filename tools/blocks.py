@@ -22,10 +22,10 @@ EXPECTED = """**What to expect: an estimate, not a measurement.** For the test's
 
     seconds = bytes moved / (share x a copy's speed on a T4) + 9000 x host's time a call x factor
 
-The host's time is what a call takes beyond its kernel in the race of {gpu}, {date}. The factor
-says how much slower a T4's host is; it is solved for, so that the three launches take a published
-time. Below 1 it means a faster host, which is unlikely. The share of a copy's speed is assumed to
-be the same for all three. Each published time is from one host, which we do not know."""
+The host's time is what a call takes beyond its kernel in the race of {gpu}, {date}. We
+assume that all three reach the same share of a copy's speed, and choose the factor (how much slower
+a T4's host is) so that the three launches take a published time; the others follow. A factor below
+1 is unlikely: a faster host. Each published time is from one host, which we do not know."""
 
 
 def stored(name):
