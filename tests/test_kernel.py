@@ -150,8 +150,8 @@ TRUNCATED = "(_mul_rn(entries, scale[:, None]).to(tl.int32, bitcast=True) & -819
 FUSED = "code2.to(tl.float64) * absmax2.to(tl.float64) + offset.to(tl.float64)"
 WRONG = {  # what is wrong: (text in the notebook, its replacement)
     "nibbles swapped": ("4 * (tl.arange(0, 8) ^ 1)", "4 * tl.arange(0, 8)"),
-    "bytes exchanged": ("4 * (tl.arange(0, 8) ^ 1)", "4 * (tl.arange(0, 8) ^ 3)"),
-    "the high half of a nibble is lost, by loads": ("nibbles & 0xF", "nibbles & 0x7"),
+    "bytes exchanged by the shifts": ("4 * (tl.arange(0, 8) ^ 1)", "4 * (tl.arange(0, 8) ^ 3)"),
+    "a nibble's high bit is lost, by loads": ("nibbles & 0xF", "nibbles & 0x7"),
     "a lane loads its neighbour's entry": ("lane & 0xF", "lane & 0xE"),
     "half of the entries out of reach": ("$2, 0x101f, -1", "$2, 0x1007, -1"),
     "bytes of a word exchanged": ("<< (8 * i)", "<< (8 * (i ^ 1))"),
@@ -163,7 +163,7 @@ WRONG = {  # what is wrong: (text in the notebook, its replacement)
     "truncated": ("_mul_rn(entries, scale[:, None])", f"{TRUNCATED}.to(tl.float32, bitcast=True)"),
     "subnormals kept": ("libdevice.mul_rn(a, b)", "a * b"),
 }
-BY_LOADS = "the high half of a nibble is lost, by loads"
+BY_LOADS = "a nibble's high bit is lost, by loads"
 ELSEWHERE = {BY_LOADS: GPU, "subnormals kept": not GPU}  # never run there
 
 

@@ -61,7 +61,8 @@ def from_to(values):
 
 
 def record_block(record, runs, t4, tests):
-    rows, runs = [], [run for run in runs if run["gpu"] == record["gpu"]]
+    rows = []
+    runs = [run for run in runs if run["gpu"] == record["gpu"]]
     seconds = pd.DataFrame(record["official"]).pivot(index="dtype", columns="who", values="seconds")
     official = seconds.unsloth / seconds.ours
     for who, label in BASELINES.items():
@@ -82,9 +83,9 @@ def record_block(record, runs, t4, tests):
     exact = "{checked:,} comparisons of weights, bit for bit: {differing} differ."
     found = f"* {exact.format(**record['exact'])}"
     if tests:
-        failed = tests["failed"] + tests["error"]
-        text = " The tests on {gpus} x {gpu}: {passed} passed, {wrong} failed, {skipped} skipped."
-        found += text.format(wrong=failed, **tests)
+        tests = tests | {"failed": tests["failed"] + tests["error"]}
+        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped."
+        found += text.format(**tests)
     paragraphs = [markdown(rows), f"{run}\n{found}"]
     if t4 and "T4" not in record["gpu"]:
         over = from_to([row["over_unsloth"] for row in t4["estimate"]])
