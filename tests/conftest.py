@@ -2,7 +2,6 @@
 
 import collections
 import datetime
-import json
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
 import helpers  # noqa: E402
 import pytest  # noqa: E402
+import shared  # noqa: E402
 
 if not GPU:
     helpers.emulate_assembly()
@@ -46,26 +46,23 @@ def pytest_terminal_summary(terminalreporter, config):
         found[outcome] = len(reports)
         for report in reports:
             counts.update(dict(report.user_properties).get("tally", {}))
-    path.write_text(json.dumps(found | counts, indent=1) + "\n")
+    shared.write({path: found | counts})
 
 
 @pytest.fixture(scope="session")
 def nf4():
     """The notebook's definitions."""
-    return helpers.load()
-
-
-def forget(nf4):
-    nf4.PLANS.clear()
-    nf4.WITHOUT_PLAN.clear()
+    return shared.load()
 
 
 @pytest.fixture(autouse=True)
 def forget_plans(nf4):
     """Each test begins without plans, and leaves none of its stand-ins' behind."""
-    forget(nf4)
+    for kept in (nf4.PLANS, nf4.TRIED):
+        kept.clear()
     yield
-    forget(nf4)
+    for kept in (nf4.PLANS, nf4.TRIED):
+        kept.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -75,24 +72,18 @@ def nothing_is_said(caplog):
     assert not [each for each in caplog.get_records("call") if each.name == "nf4_triton"]
 
 
-@pytest.fixture(params=["assembly", "loads"])
+@pytest.fixture(params=["assembly", "selects"])
 def look_up(nf4, monkeypatch, request):
-    """Runs the test by the assembly (emulated on a CPU) and, on a CPU, by loads."""
+    """Runs the test by the assembly (emulated on a CPU) and, on a CPU, without it."""
     by_assembly = request.param == "assembly"
     if GPU and not by_assembly:
-        pytest.skip("loads are for the interpreter")
+        pytest.skip("that is for the interpreter")
     monkeypatch.setattr(nf4, "SHUFFLES", nf4.tl.constexpr(by_assembly))
 
 
 @pytest.fixture
-def world(nf4, monkeypatch):
-    """On a CPU the stand-ins' namespace, whose `device` and `stream` a test may set; else None."""
-    return None if GPU else helpers.plan_on_cpu(nf4, monkeypatch)
-
-
-@pytest.fixture
 def planned(nf4, device, monkeypatch):
-    """The notebook's definitions, with plans as in `world`; counts what calls ran."""
+    """The notebook's definitions, with plans by stand-ins on a CPU; counts what calls ran."""
     planned = helpers.Planned(nf4, device, monkeypatch)
     yield planned
     assert not planned.said

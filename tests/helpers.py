@@ -1,94 +1,37 @@
-"""What the tests share: the notebook's definitions as a module, what is expected, and stand-ins.
+"""What the tests share: what is expected, tensors in odd places, and stand-ins for a GPU.
 
 The stand-ins let a machine without a GPU run what only a GPU has: `emulate_assembly` teaches
-Triton's interpreter the kernel's one instruction, `plan_on_cpu` gives a plan an allocator, a
+Triton's interpreter the kernel's two instructions, `plan_on_cpu` gives a plan an allocator, a
 device, a stream and a launcher.
 """
 
 import contextlib
 import ctypes
 import functools
-import json
-import linecache
 import operator
 import os
-import re
 import subprocess
 import sys
 import types
 import weakref
 from concurrent import futures
-from pathlib import Path
 
-import nbformat
 import numpy as np
+import shared
 import torch
 from bitsandbytes.functional import dequantize_4bit
 
-ROOT = Path(__file__).parent.parent
-NOTEBOOK = ROOT / "nf4_triton.ipynb"
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-FULL = (  # edits that leave of the kernel what a full program runs, with words at multiples of 4
-    ("tl.minimum(n_weights - program_start, SPAN).to(tl.int32)", "SPAN"),
-    ("is_aligned & (n_valid == WORDS * 8)", "True"),
-)
-DEFINITION = re.compile(r"(# @title .*\n)?#\| export")  # how a definition cell begins
-
-
-def cells():
-    return nbformat.read(NOTEBOOK, as_version=4).cells
-
-
-def exports(name="nf4_triton"):
-    """(file name, source) of each definition cell, in order; the file name goes into tracebacks.
-
-    name  the operator's namespace: a module of another name has an operator of its own
-    """
-    code = [cell for cell in cells() if cell.cell_type == "code" and DEFINITION.match(cell.source)]
-    found = []
-    for cell in code:
-        source = cell.source.replace("nf4_triton::", f"{name}::")
-        source = source.replace("ops.nf4_triton", f"ops.{name}")
-        found.append((f"{NOTEBOOK.name}[{cell.id}]", source))
-    return found
-
-
-def load(name="nf4_triton", *edits):
-    """A module made of the definition cells.
-
-    edits  (text, replacement) pairs: each text must stand exactly once; for tests of the tests
-    """
-    module, found = types.ModuleType(name), exports(name)
-    sys.modules[name] = module
-    for text, _ in edits:
-        count = sum(source.count(text) for _, source in found)
-        if count != 1:
-            raise ValueError(
-                f"{text!r} must stand once in the notebook's definition cells, not {count} times. "
-                "A test or a tool quotes it: where you changed it there, change the quotation, too "
-                "(grep -rn finds it in tests and tools)"
-            )
-    for file, source in found:
-        for edit in edits:
-            source = source.replace(*edit)
-        execute(source, file if name == "nf4_triton" else f"{name} {file}", vars(module))
-    return module
-
-
-def execute(source, file, namespace):
-    """Runs the source under a file name of its own: Triton reads kernels through `inspect`."""
-    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    exec(compile(source, file, "exec"), namespace)
 
 
 def expected(weight, state):
     """bitsandbytes' own result; on a CPU, unless rows are whole blocks, that of the formula.
 
-    There bitsandbytes 0.50.2 adds a dimension to 1-D shapes and goes wrong where a row ends inside
-    a block.
+    There bitsandbytes 0.50.2 adds a dimension to 1-D shapes, goes wrong where a row ends inside a
+    block, and reads a strided weight as if it were none.
     """
     *rest, columns = state.shape
-    if weight.is_cuda or (rest and columns % state.blocksize == 0):
+    if weight.is_cuda or (rest and columns % state.blocksize == 0 and weight.is_contiguous()):
         return dequantize_4bit(weight.data, state)
     out = sys.modules["nf4_triton"].spec(weight, state)
     return out.t() if weight.shape[0] == 1 else out
@@ -99,6 +42,11 @@ def moved(tensor, offset):
     flat = tensor.reshape(-1).view(torch.uint8)
     buffer = torch.zeros(offset + flat.numel() + 16, dtype=torch.uint8, device=tensor.device)
     return buffer[offset : offset + flat.numel()].copy_(flat).view(tensor.dtype).view(tensor.shape)
+
+
+def every_second(weight):
+    """The same weight, in a buffer twice as long."""
+    return torch.cat((weight, weight), dim=1)[:, :1]
 
 
 def resized(tensor, n_bytes):
@@ -113,19 +61,22 @@ def one_byte_on(table):
     return shifted.view(table.dtype).view(table.shape)
 
 
+def one_bit_off(dequantize_nf4):
+    """Like this dequantize_nf4, but in one bit."""
+
+    def wrong(weight, quant_state):
+        out = dequantize_nf4(weight, quant_state)
+        out[0, :1].view(torch.int16 if out.itemsize == 2 else torch.int32)[0] ^= 256
+        return out
+
+    return wrong
+
+
 def in_a_process(script, **environment):
     """What became of the script in a Python of its own, which sees the tests and the tools."""
-    environment["PYTHONPATH"] = ":".join(map(str, [ROOT / "tests", ROOT / "tools", *sys.path]))
+    environment["PYTHONPATH"] = ":".join(map(str, [shared.ROOT / "tests", *sys.path]))
     how = {"env": os.environ | environment, "capture_output": True, "text": True, "timeout": 600}
     return subprocess.run([sys.executable, "-c", script], **how)
-
-
-def write_json(path, content):
-    """Writes the file, whole or not at all, and says where."""
-    path.parent.mkdir(exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"written: {unfinished.rename(path)}")
 
 
 # Triton's interpreter learns the assembly. Row i of a block stands for thread i.
@@ -186,44 +137,65 @@ def run_assembly(builder, asm, constraints, values, types_, is_pure, pack):
 # Plans without a GPU.
 
 
+class Compiled:
+    """Stands for what Triton compiles for arguments of these dtypes; `kernel` is interpreted."""
+
+    def __init__(self, kernel, arguments):
+        *tensors, n_weights, blocksize, blocksize2, words = arguments
+        dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
+
+        def start(programs, values):
+            *addresses, n_weights, scratch, profile_scratch = values
+            assert scratch is None and profile_scratch is None and all(addresses), "freed memory"
+            n_blocks = -(-n_weights // blocksize)
+            n_blocks2 = -(-n_blocks // (blocksize2 or 1))
+            sizes = [n_weights, -(-n_weights // 2), n_blocks, 1, n_blocks2, 256]
+            facts = zip(addresses, dtypes, sizes, strict=False)
+            found = [at(*fact) for fact in facts] + [None] * (6 - len(addresses))
+            kernel[(programs,)](*found, n_weights, blocksize, blocksize2, words)
+
+        rare = dict.fromkeys(("launch_pdl", "global_scratch_size", "profile_scratch_size"), 0)
+        self.metadata = types.SimpleNamespace(num_warps=4, num_ctas=1, shared=0, **rare)
+        self.loaded = start  # it lasts as long as this
+        self.function = weakref.proxy(start)
+        signature = ["constexpr" if tensor is None else "*" for tensor in tensors]
+        signature += ["i32"] + ["constexpr"] * 3
+        self.src = types.SimpleNamespace(signature=dict(enumerate(signature)))
+
+
+class Launching:
+    """Stands for the kernel: interprets it, and gives back what was compiled, once for a kind."""
+
+    def __init__(self, kernel):
+        self.kernel, self.compiled = kernel, {}
+
+    def __getitem__(self, grid):
+        return functools.partial(self.launch, grid)
+
+    def launch(self, grid, *arguments):
+        self.kernel[grid](*arguments)
+        *tensors, _n_weights, blocksize, blocksize2, words = arguments
+        dtypes = [getattr(tensor, "dtype", None) for tensor in tensors]
+        key = (*dtypes, blocksize, blocksize2, words)
+        if key not in self.compiled:
+            self.compiled[key] = Compiled(self.kernel, arguments)
+        return self.compiled[key]
+
+
 def plan_on_cpu(nf4, monkeypatch):
     """Plans are made as on a GPU; their launcher rebuilds tensors at the addresses it is given.
 
     returns  a namespace to change: `device` and `stream` are the current ones
     """
-    world = types.SimpleNamespace(device=None, stream=0, scratch=0)
-    kernel = nf4._dequantize_nf4_kernel
+    world = types.SimpleNamespace(device=None, stream=0)
 
-    def launch(grid, *arguments):
-        kernel[grid](*arguments)
-        tensors, (n_weights, *constants) = arguments[:7], arguments[7:]
-        facts = [(each.dtype, each.numel()) for each in tensors if each is not None]
-
-        def function(programs, warps, types_given, given):
-            assert (programs, warps) == (*grid, metadata.num_warps)
-            assert types_given == "O" * len(facts) + "iOO"
-            *addresses, n_given, scratch, profile_scratch = given
-            assert (n_given, scratch, profile_scratch) == (n_weights, None, None)
-            assert all(addresses), "memory that was freed"
-            found = [at(address, *fact) for address, fact in zip(addresses, facts, strict=True)]
-            found += [None] * (7 - len(found))
-            kernel[grid](*found, n_weights, *constants)
-
-        metadata = types.SimpleNamespace(
-            num_warps=4, shared=0, global_scratch_size=0, profile_scratch_size=world.scratch
-        )
-        handle = weakref.proxy(function)  # it lasts as long as the CompiledKernel
-        return types.SimpleNamespace(function=handle, metadata=metadata, loaded=function)
-
-    class Launching:  # as Triton's, a launch returns what was compiled
-        def __getitem__(self, grid):
-            return functools.partial(launch, grid)
-
-    def launch_kernel(function, x, y, z, num_warps, shared, types_given, arguments, stream):
-        assert (y, z, shared) == (1, 1, 0) and stream == world.stream and world.device is None
+    def launch_kernel(function, x, y, z, num_warps, shared_bytes, types_given, values, stream):
+        assert (y, z, num_warps, shared_bytes) == (1, 1, 4, 0)
+        assert stream == world.stream and world.device is None
+        assert types_given == "O" * (len(values) - 3) + "iOO"
         # In another thread: modes and transforms are thread-local; they see no real launch, either.
         with futures.ThreadPoolExecutor(1) as pool:
-            pool.submit(function, x, num_warps, types_given, arguments).result()
+            pool.submit(function, x, values).result()
 
     @contextlib.contextmanager
     def current(index):
@@ -238,13 +210,13 @@ def plan_on_cpu(nf4, monkeypatch):
         # the CPU's allocator is as invisible to tracers
         "_C._dynamo.guards._empty_strided_cuda": torch._C._dynamo.guards._empty_strided_cpu,
         "cuda.device": current,
+        "cuda.device_of": lambda tensor: current(None),
         "cuda.is_current_stream_capturing": lambda: False,
         "cuda.get_sync_debug_mode": lambda: 0,
     }
     for name, stand_in in stand_ins.items():
         replace_in_torch(monkeypatch, name, stand_in)
-    monkeypatch.setattr(nf4, "PLANNING", True)
-    monkeypatch.setattr(nf4, "_dequantize_nf4_kernel", Launching())
+    monkeypatch.setattr(nf4, "_dequantize_nf4_kernel", Launching(nf4._dequantize_nf4_kernel))
     return world
 
 
@@ -260,28 +232,28 @@ def owner_of(name, root):
     return operator.attrgetter(owner)(types.SimpleNamespace(root=root)), last
 
 
-def numbers(nf4, kind):
-    """What the operator takes beside tensors."""
-    shape, dtype, *blocksizes = kind
-    return shape, nf4.DTYPES.index(dtype), *blocksizes
+def at(address, dtype, numel):
+    """The tensor whose values begin at a CPU address."""
+    memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=numel)
 
 
 class Planned:
-    """A right or wrong module that keeps plans (on a CPU by stand-ins), and what its calls ran."""
+    """A module that keeps plans (on a CPU by stand-ins), and what its calls ran."""
 
     def __init__(self, nf4, device, patch):
         self.nf4, self.device, self.patch = nf4, device, patch
         self.world = None if torch.cuda.is_available() else plan_on_cpu(nf4, patch)
-        self.n_by_operator, self.run_operator = 0, nf4.run_operator
-        patch.setattr(nf4.NF4_OPS, "run", self.count_and_run)
+        self.n_by_operator, run = 0, nf4.run_operator
+
+        def count_and_run(*given):
+            self.n_by_operator += 1
+            return run(*given)
+
+        patch.setattr(nf4.NF4_OPS, "run", count_and_run)
         self.said = []  # in the log
         log = types.SimpleNamespace(warning=lambda text, *how: self.said.append(text % how))
         patch.setattr(nf4, "LOG", log)
-
-    def count_and_run(self, *given, is_fake=False):
-        if not is_fake:
-            self.n_by_operator += 1
-        return self.run_operator(*given, is_fake=is_fake)
 
     def made(self, seed=0, dtype=torch.float16, shape=(32, 64), **how):
         """A layer that was never called."""
@@ -316,9 +288,3 @@ class Planned:
     def start_by(self, function):
         launcher = types.SimpleNamespace(_launch_kernel=function)
         self.replace("_C._StaticCudaLauncher", launcher)
-
-
-def at(address, dtype, numel):
-    """The tensor whose values begin at a CPU address."""
-    memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype, count=numel)

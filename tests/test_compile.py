@@ -7,6 +7,7 @@ from unittest import mock
 import bitsandbytes as bnb
 import helpers
 import pytest
+import shared
 import torch
 import triton
 from torch._dynamo.device_interface import CudaInterface
@@ -30,24 +31,51 @@ def compiled(function, backend=BACKEND, **options):
     return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
-def test_compile_report_misses_no_recompilation_wrong_bit_or_graph_break(nf4, device):
-    layers = [nf4.bnb_Linear4bit(64, 64 * n, torch.float32).to(device) for n in (1, 2)]
-    inputs = [(torch.zeros(1), layer) for layer in layers]
-    right = [[nf4.your_dequantize_nf4(layer)] for layer in layers]
-    report = partial(nf4.compile_report, settings={"fullgraph": True, "backend": BACKEND})
+@pytest.fixture
+def mlps(nf4):
+    """Two inputs (X, mlp), as section 6 has them."""
+    option = nf4.SMALL_OPTIONS[1]
+    return [nf4.build(option._replace(seed=seed), torch.float32) for seed in (0, 1)]
 
-    def function(X, layer):
-        return [nf4.your_dequantize_nf4(layer)]
 
-    def broken(X, layer):
+def test_section_6_calls_with_another_mlp_and_misses_no_wrong_bit_recompilation_or_break(nf4, mlps):
+    (_, first), (_, second) = mlps
+
+    def right(X, mlp):
+        return [nf4.your_dequantize_nf4(mlp.up_proj)]
+
+    def another_shape(X, mlp):
+        return [nf4.your_dequantize_nf4(mlp.up_proj if mlp is first else mlp.down_proj)]
+
+    def broken(X, mlp):
         torch._dynamo.graph_break()
-        return function(X, layer)
+        return right(X, mlp)
 
-    good = report(function, inputs, right)
-    assert good["bit_equal"] and (good["graphs"], good["recompiles"]) == (1, 1)
-    assert not report(function, inputs, [[2 * out] for (out,) in right])["bit_equal"]
+    outs, is_compiled = nf4.compiled_once(right, mlps)
+    wanted = [nf4.bnb_dequantize(mlp.up_proj) for mlp in (first, second)]
+    assert [nf4.bits_differing(*pair) for pair in zip(outs, wanted, strict=True)] == [0, 0]
+    assert is_compiled == GPU
+    with pytest.raises(RuntimeError, match="recompil"):
+        nf4.compiled_once(another_shape, mlps)
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        report(broken, inputs, right)
+        nf4.compiled_once(broken, mlps)
+
+
+def test_section_6_says_which_bits_differ(nf4, device, monkeypatch):
+    """Of each function; and its two MLPs are not one."""
+    seeds = []
+    build = nf4.build
+    monkeypatch.setattr(
+        nf4, "build", lambda option, dtype: seeds.append(option.seed) or build(option, dtype)
+    )
+    option = nf4.SMALL_OPTIONS[1]
+    rows = nf4.compile_rows(option, torch.float16, device)
+    assert [row["function"] for row in rows] == ["dequantization", "training_step"]
+    assert all(row["bit_equal"] and row["compiled"] == GPU for row in rows)
+    assert len(set(seeds)) == 2, "one MLP twice: nothing could recompile"
+    monkeypatch.setattr(nf4, "dequantize_nf4", helpers.one_bit_off(nf4.dequantize_nf4))
+    rows = nf4.compile_rows(option, torch.float16, device)
+    assert not any(row["bit_equal"] for row in rows)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -80,7 +108,7 @@ def test_compiled_code_makes_no_detour_through_params4bit(nf4, device, monkeypat
 def test_the_operator_keeps_torchs_rules(nf4, device):
     for dtype, nested in ((torch.bfloat16, True), (torch.float32, False)):
         tensors, kind = nf4.read(*nf4.quantized((64, 64), dtype, device, nested=nested))
-        torch.library.opcheck(nf4.dequantize_op, (*tensors, *helpers.numbers(nf4, kind)))
+        torch.library.opcheck(nf4.dequantize_op, (*tensors, *kind))
 
 
 def exported(function, packed, strict=False):
@@ -104,6 +132,37 @@ TRACERS = {  # each gives a function of other packed bytes
     "export": exported,
     "strict export": partial(exported, strict=True),
 }
+
+
+def with_sizes_of(planned, x, packed, state):
+    """Dequantized in the shape of x, whatever that is when it is traced."""
+    sizes = (x.shape[0], x.shape[1])
+    fields = (state.code, state.blocksize, "nf4", state.dtype, state.offset, state.state2)
+    return planned.nf4.dequantize_nf4(
+        packed, bnb.functional.QuantState(state.absmax, sizes, *fields)
+    )
+
+
+def test_symbolic_sizes_are_traced(planned):
+    """With a plan for the kind, and without."""
+    layer, other = planned.made(), planned.made(1)
+    other.quant_state = layer.quant_state
+    x = torch.zeros(32, 64)
+
+    def function(x, packed):
+        return with_sizes_of(planned, x, packed, layer.quant_state)
+
+    module = torch.nn.Module()
+    module.forward = function
+    auto = torch.export.Dim.AUTO
+    sizes = ({0: auto, 1: auto}, {0: auto})
+    for _has_plan in (False, True):
+        symbolic = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+        traced = [symbolic(x, layer.weight)]
+        program = torch.export.export(module, (x, layer.weight), dynamic_shapes=sizes, strict=False)
+        for each in (*traced, program.module()):
+            assert planned.n_wrong(each(x, other.weight), other) == 0
+        planned.ran(layer)
 
 
 @pytest.mark.parametrize("how", TRACERS)
@@ -160,45 +219,49 @@ def test_fake_tensors_get_fake_outputs(planned):
         planned.ran(layer)
 
 
-EDITS = {  # {what is edited: (a cell, text there, its replacement, cells that run again)}
-    "the kernel": ("kernel", "+ offset", "- offset", ["kernel"]),
-    "a helper": ("helpers", "return x.to(DTYPE)", "return -x.to(DTYPE)", ["helpers", "kernel"]),
-    "the assembly": ("lookup", "$2, 0x101f", "$2, 0x1007", ["lookup", "kernel"]),
-    "the launch": ("operator", "WORDS = 256 ", "WORDS = 128 ", ["operator"]),
-    "the operator": ("operator", "tensors = (weight", "tensors = (~weight", ["operator"]),
+NEGATED = """
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    return (-x).to(DTYPE)
+
+
+"""
+INVERTED = """
+def run_operator(weight, *others, run=run_operator):
+    return run(~weight, *others)
+"""
+EDITS = {  # {what is edited: (what is defined anew, whose cell runs again, whether bits change)}
+    "a helper of the kernel": (NEGATED, "_dequantize_nf4_kernel", True),
+    "the launch": ("", "WORDS", False),
+    "the operator": (INVERTED, None, True),
 }
 
 
 @pytest.mark.parametrize("what", EDITS)
 def test_compiled_code_follows_an_edit(device, monkeypatch, what):
     """Cells run again, by a reader who edits them; what was compiled before gives what they say."""
-    cell, text, replacement, again = EDITS[what]
-    nf4 = helpers.load("nf4_followed")
-    if cell == "operator" and not GPU:  # it alone keeps the kernel that plan_on_cpu patches
+    edit, cell, changes_bits = EDITS[what]
+    nf4 = shared.load("nf4_followed")
+    if what == "the operator" and not GPU:  # it alone keeps the kernel that plan_on_cpu patches
         helpers.plan_on_cpu(nf4, monkeypatch)
-    by_assembly = nf4.tl.constexpr(True)  # on a CPU, too
-    nf4.SHUFFLES = by_assembly
     weight, state = nf4.quantized((64, 64), torch.float16, device)
     function = compiled(lambda packed: nf4.dequantize_nf4(packed, state) * 1)
     for _ in range(3):  # by the kernel, then by plans
         before = function(weight)
-    sources = dict(helpers.exports("nf4_followed"))
-    for name in again:
-        source = sources[f"nf4_triton.ipynb[{name}]"]
-        if name == cell:
-            assert text in source
-            source = source.replace(text, replacement)
-        helpers.execute(source, f"edited {name}", vars(nf4))
-        nf4.SHUFFLES = by_assembly
+    source = shared.defining(cell, "nf4_followed") if cell else ""
+    shared.execute(edit + source, f"edited {what}", vars(nf4))
+    if what == "the operator":
+        nf4.NF4_OPS.run = nf4.run_operator
+        nf4.PLANS.clear()
     eager = nf4.dequantize_nf4(weight, state)
     assert nf4.bits_differing(function(weight), eager) == 0
-    changes_bits = what != "the launch"
     assert (nf4.bits_differing(eager, before) > 0) == changes_bits
 
 
 IN_A_PROCESS = """
-import sys, helpers, torch
-nf4 = helpers.load("nf4_triton", *{edits})
+import shared, torch
+nf4 = shared.load()
+shared.execute({edit!r} + shared.defining("_dequantize_nf4_kernel"), "edited", vars(nf4))
 weight, state = nf4.quantized((64, 64), torch.float16, {device!r})
 function = torch.compile(lambda packed: nf4.dequantize_nf4(packed, state) * 1, fullgraph=True)
 print("differing:", nf4.bits_differing(function(weight), nf4.spec(weight, state)))
@@ -209,27 +272,29 @@ print("differing:", nf4.bits_differing(function(weight), nf4.spec(weight, state)
 def test_the_next_process_follows_an_edit_with_warm_caches(device, tmp_path):
     """Inductor's caches lie on disk; the first process has a wrong kernel."""
     said = []
-    for edits in ([("_mul_rn(code2, absmax2) + offset", "_mul_rn(code2, absmax2) - offset")], []):
-        script = IN_A_PROCESS.format(edits=edits, device=device)
+    for edit in (NEGATED, ""):
+        script = IN_A_PROCESS.format(edit=edit, device=device)
         done = helpers.in_a_process(script, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.split("differing:")[1].strip())
     assert said[0] != "0" and said[1] == "0"
 
 
-def test_another_module_of_the_notebook_takes_over(nf4, device, monkeypatch):
-    """A reload, or the exported module beside the notebook: both work, and compiled code does."""
-    monkeypatch.setattr(nf4.NF4_OPS, "run", nf4.run_operator)  # the session's, afterwards, too
+def test_a_second_module_takes_the_operator_over_both_bodies(nf4, device, monkeypatch):
+    """A reload, or the exported module beside the notebook: calls by either, and compiled code."""
+    for body in ("run", "run_fake"):  # the session's, afterwards, too
+        monkeypatch.setattr(nf4.NF4_OPS, body, getattr(nf4.NF4_OPS, body))
     monkeypatch.setitem(sys.modules, "nf4_triton", nf4)
     weight, state = nf4.quantized((64, 64), torch.float16, device)
     want = nf4.dequantize_nf4(weight, state)
     function = compiled(lambda packed: nf4.dequantize_nf4(packed, state))
     function(weight)
-    beside = helpers.load()
+    beside = shared.load()
     for dequantize in (function, nf4.dequantize_nf4, beside.dequantize_nf4):
         args = (weight,) if dequantize is function else (weight, state)
         assert nf4.bits_differing(dequantize(*args), want) == 0
-    assert nf4.NF4_OPS.run is beside.run_operator and nf4.PLANS is beside.PLANS
+    assert nf4.NF4_OPS.run is beside.run_operator and nf4.NF4_OPS.run_fake is beside.run_fake
+    assert nf4.PLANS is not beside.PLANS
 
 
 class Frozen(torch.nn.Module):
@@ -256,9 +321,9 @@ def test_a_frozen_graph_keeps_the_bits(nf4, device, nested):
 
 
 PACKAGED = """
-import sys, helpers, torch
+import shared, torch
 from test_compile import Frozen
-nf4 = helpers.load()
+nf4 = shared.load()
 module, x = {module}, torch.randn(4, 64, device={device!r})
 program = torch.export.export(module, (x,))
 path = torch._inductor.aoti_compile_and_package(program, package_path={path!r})
@@ -286,15 +351,15 @@ def test_a_packaged_graph_keeps_the_bits(device, nested, tmp_path):
 
 
 def test_compiled_training_keeps_no_dequantized_weight(planned):
-    """Forward and backward dequantize the same weight: a compiler must not make one call of two."""
+    """The backward pass dequantizes anew: no activation of a weight's size is kept for it."""
     layer = bnb.nn.Linear4bit(64, 256, False, torch.float32, True, "nf4").to(planned.device)
     x = torch.randn(128, 64, device=planned.device, requires_grad=True)
     with planned.nf4.in_bitsandbytes():
         out = compiled(lambda x: layer(x).sin())(x)
-    assert planned.n_by_operator == 1
-    assert not [each for each in out.grad_fn.saved_tensors if each.shape in ((256, 64), (64, 256))]
-    out.sum().backward()
-    assert planned.n_by_operator == 2
+        before = planned.n_by_operator
+        assert not [t for t in out.grad_fn.saved_tensors if t.shape in ((256, 64), (64, 256))]
+        out.sum().backward()
+    assert planned.n_by_operator == before + 1
 
 
 class Net(torch.nn.Module):
@@ -334,12 +399,12 @@ CASES = [  # dtype, nested absmax, checkpointed, Inductor's mode on a GPU
 
 @pytest.mark.parametrize("dtype, compressed, checkpointed, mode", CASES)
 def test_compiled_training_has_eager_trainings_gradients(
-    nf4, device, world, dtype, compressed, checkpointed, mode
+    planned, device, dtype, compressed, checkpointed, mode
 ):
     """One graph, forward and backward; on a CPU as eager, to the bit. Inductor rounds elsewhere."""
     net = Net(device, dtype, compressed, checkpointed)
     x = torch.randn(16, net.layers[0].in_features, device=device, dtype=dtype)
-    with nf4.in_bitsandbytes(fewest=1):
+    with planned.nf4.in_bitsandbytes():
         wanted = trained(net, x)
         by_compiler = compiled(net, mode=mode if GPU else None)
         for _ in range(3):  # in reduce-overhead: warm-up, recording, replay
@@ -359,7 +424,6 @@ def test_a_t4s_bf16_is_really_compiled(nf4, monkeypatch, tmp_path):
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     option = nf4.OPTIONS[1]._replace(hd=512, m=1024)
     with torch._dynamo.config.patch(debug_dir_root=str(tmp_path)):
-        rows = nf4.compile_reports(option, torch.bfloat16, "cuda")
+        rows = nf4.compile_rows(option, torch.bfloat16, "cuda")
     assert [row["function"] for row in rows] == ["dequantization"]
-    for row in rows:
-        assert row["compiled"] and row["bit_equal"] and row["graphs"] == 1
+    assert all(row["compiled"] and row["bit_equal"] for row in rows)

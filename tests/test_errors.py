@@ -1,12 +1,13 @@
 """Who passes what cannot be decoded is told what is wrong, and the process stays usable.
 
 Each fault comes to a first call, to the operator, to fake tensors and to a compiled function (to a
-call that has a plan: test_plan.py). Each time the right weight gives the right bits afterwards.
+call that has a plan: test_call.py). Each time the right weight gives the right bits afterwards.
 """
 
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import helpers
 import pytest
@@ -38,44 +39,44 @@ BY_READ = {
     "no shape": Fault("4-bit weight", "shape", lambda _: None, TypeError),
     "no fields in state2": Fault("4-bit", "state2", lambda _: SimpleNamespace(), TypeError),
     "state2.dtype": Fault(
-        "got torch.float16 .* set quant_state.state2.dtype", "state2.dtype", lambda _: torch.float16
+        "got torch.float16: .* set quant_state.state2.dtype",
+        "state2.dtype",
+        lambda _: torch.float16,
     ),
-    "state2.blocksize 0": Fault("in blocks of 0", "state2.blocksize", lambda _: 0),
+    "state2.blocksize 0": Fault(
+        "of state2.blocksize 0 .*must be None", "state2.blocksize", lambda _: 0
+    ),
     "dtype": Fault("dtype must be .* got torch.float64", "dtype", lambda _: torch.float64),
     "no dtype": Fault("dtype must be .* got None", "dtype", lambda _: None),
 }
 BY_CHECK = {
     "no weight": Fault("the weight must be .* got None", "weight", lambda w: None),
     "a byte too few": Fault("weight must have 1024 bytes .* 1023", "weight", lambda w: w[:-1]),
-    "int16 weight": Fault("uint8 .*got .*int16", "weight", lambda w: w.view(-1).view(torch.int16)),
-    "weight strided": Fault("weight must be contiguous, got strides", "weight", strided),
+    "as many elements, not bytes": Fault("1024 bytes .* got 2048", "weight", lambda w: w.short()),
     "weight sparse": Fault("strided|[Ss]parse", "weight", lambda w: w.to_sparse()),
     "weight on meta": Fault("must be on meta, got c", "weight", lambda w: w.to("meta")),
     "an odd shape": Fault("1008 bytes .* got 1024", "shape", lambda _: torch.Size((32, 63))),
-    "blocksize 63": Fault("blocksize must be .* got 63 and 256", "blocksize", lambda _: 63),
+    "blocksize 63": Fault("blocksizes must be .* got 63 and 256", "blocksize", lambda _: 63),
     "blocksize 64.0": Fault("'blocksize'.*float", "blocksize", lambda _: 64.0, RuntimeError),
     "another blocksize": Fault("absmax must have 16 elements", "blocksize", lambda _: 128),
-    "state2.blocksize": Fault(
-        "state2.blocksize must be .* got 64 and 100", "state2.blocksize", lambda _: 100
-    ),
+    "state2.blocksize": Fault("must be .* got 64 and 100", "state2.blocksize", lambda _: 100),
     "no absmax": Fault("absmax must be .* got None", "absmax", lambda _: None),
-    "absmax not nested": Fault("absmax must be torch.float32, got", "state2", lambda _: None),
-    "absmax strided": Fault("absmax must be contiguous, got", "absmax", strided),
-    "absmax in fp32": Fault("absmax must be torch.uint8, got", "absmax", lambda t: t.float()),
-    "code of integers": Fault("code must be .* got torch.int32", "code", lambda t: t.int()),
-    "code of 8": Fault("code must have 16 elements, got 8", "code", lambda t: t[:8]),
-    "code a list": Fault("'code'.*list", "code", lambda t: t.tolist(), RuntimeError),
+    "absmax not nested": Fault("absmax must be in one of .*float32", "state2", lambda _: None),
+    "absmax strided": Fault("absmax must have 32 elements without gaps", "absmax", strided),
+    "absmax in fp32": Fault("absmax must be in one of .*uint8", "absmax", lambda t: t.float()),
+    "absmax a list": Fault("'absmax'.*list", "absmax", lambda t: t.tolist(), RuntimeError),
     "no offset": Fault("offset must be .* got None", "offset", lambda _: None),
     "offset of integers": Fault("offset must be .* torch.int32", "offset", lambda t: t.int()),
     "absmax2 in fp16": Fault("state2.absmax must be", "state2.absmax", lambda t: t.half()),
-    "code2 of 255": Fault("state2.code .* 256 .*, got 255", "state2.code", lambda t: t[:255]),
+    "code2 of 255": Fault("state2.code .* 256 .*, got .255", "state2.code", lambda t: t[:255]),
+    "offset in fp64": Fault("no dimension, got .*1", "offset", lambda t: t.double().view(1)),
 }
 OF_MEMORY = {  # what is looked at where there is memory: not while a compiler traces
     "weight freed": Fault("1024 .* storage, got 0", "weight", lambda w: resized(w, 0)),
     "weight shrunk": Fault("1024 .* storage, got 1023", "weight", lambda w: resized(w, 1023)),
     "view cut": Fault("1028 .* got 1027", "weight", lambda w: resized(helpers.moved(w, 4), 1027)),
     "absmax freed": Fault("absmax .* 32 .* storage, got 0", "absmax", lambda t: resized(t, 0)),
-    "code one byte on": Fault("code must be at a multiple of 4", "code", helpers.one_byte_on),
+    "code2 one byte on": Fault("at a multiple of 4", "state2.code", helpers.one_byte_on),
     "absmax nested tensor": Fault("[Nn]ested", "absmax", nested, (ValueError, RuntimeError)),
 }
 FAULTS = BY_READ | BY_CHECK | OF_MEMORY
@@ -117,17 +118,24 @@ def test_the_operator_refuses_the_same(nf4, right, what):
     fault = FAULTS[what]
     tensors, kind = nf4.read(*faulty(what, *right))
     with pytest.raises(fault.error, match=fault.words):
-        torch.ops.nf4_triton.dequantize(*tensors, *helpers.numbers(nf4, kind))
+        torch.ops.nf4_triton.dequantize(*tensors, *kind)
 
 
 def test_the_operator_refuses_tables_beside_plain_absmax(nf4, device):
     """One on another device would lead to another's kernel, and to an output that nobody filled."""
     pair = nf4.quantized((32, 64), torch.float16, device, nested=False)
-    (weight, absmax, code, *_), kind = nf4.read(*pair)
-    for table in (code, code.to("meta")):
-        tensors = (weight, absmax, code, None, None, table)
-        with pytest.raises(ValueError, match="tables must be None"):
-            torch.ops.nf4_triton.dequantize(*tensors, *helpers.numbers(nf4, kind))
+    (weight, absmax, *_), kind = nf4.read(*pair)
+    for table in (absmax, absmax.to("meta")):
+        tensors = (weight, absmax, None, None, table)
+        with pytest.raises(ValueError, match="must be None"):
+            torch.ops.nf4_triton.dequantize(*tensors, *kind)
+
+
+@pytest.mark.parametrize("dtype", [-1, 3])
+def test_the_operator_refuses_a_dtype_that_is_no_index(nf4, right, dtype):
+    tensors, (shape, _, *blocksizes) = nf4.read(*right)
+    with pytest.raises(ValueError, match=f"dtype must be an index of .* got {dtype}"):
+        torch.ops.nf4_triton.dequantize(*tensors, shape, dtype, *blocksizes)
 
 
 @pytest.mark.parametrize("what", BY_READ | BY_CHECK)
@@ -166,20 +174,37 @@ def test_a_layer_that_is_not_quantized_yet_is_refused_in_words(nf4):
 
 def test_a_cpus_weight_needs_the_interpreter(nf4, monkeypatch):
     monkeypatch.setattr(nf4, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="the weight must be on CUDA, got cpu"):
+    with pytest.raises(ValueError, match="must be on CUDA, NVIDIA GPUs only, got cpu"):
         nf4.dequantize_nf4(*nf4.quantized((32, 64), torch.float16, "cpu"))
 
 
-TOO_LATE = """
+def test_an_amd_gpu_is_refused_in_words(nf4, monkeypatch):
+    """There tensors are on "cuda", too, and Triton cannot assemble the kernel's instructions."""
+    monkeypatch.setattr(nf4, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    tensors, kind = nf4.read(*nf4.quantized((32, 64), torch.float16, "cpu"))
+    weight = mock.Mock(wraps=tensors[0], is_cuda=True, layout=torch.strided, device="cuda:0")
+    weight.configure_mock(is_nested=False, is_meta=False, itemsize=1)
+    tables = [mock.Mock(wraps=t, dtype=t.dtype, device="cuda:0") for t in tensors[1:]]
+    for table in tables:
+        table.configure_mock(layout=torch.strided, is_nested=False)
+    with pytest.raises(ValueError, match="NVIDIA GPUs only, got cuda:0"):
+        nf4.check((weight, *tables), kind, has_memory=False)
+
+
+CHANGED = """
 import os
 os.environ.pop("TRITON_INTERPRET", None)
+{}
 import triton
-os.environ["TRITON_INTERPRET"] = "1"
-import helpers
-helpers.load()
+{}
+import shared
+shared.load()
 """
+SET, UNSET = 'os.environ["TRITON_INTERPRET"] = "1"', 'os.environ.pop("TRITON_INTERPRET")'
 
 
-def test_an_interpreter_that_is_asked_for_too_late_is_told_so():
-    done = helpers.in_a_process(TOO_LATE)
-    assert "TRITON_INTERPRET=1 must be set before triton is imported first" in done.stderr
+@pytest.mark.parametrize("before, after", [("", SET), (SET, UNSET)])
+def test_an_interpreter_that_comes_or_goes_after_tritons_import_is_refused(before, after):
+    done = helpers.in_a_process(CHANGED.format(before, after))
+    assert "TRITON_INTERPRET must be as it was when triton was first imported" in done.stderr

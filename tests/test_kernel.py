@@ -3,7 +3,6 @@
 Without a GPU the kernel runs through Triton's interpreter, its assembly emulated.
 """
 
-import collections
 import math
 import os
 import subprocess
@@ -13,14 +12,15 @@ import helpers
 import hypothesis
 import pytest
 import sanitize
+import shared
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
-from helpers import DTYPES, ROOT
+from helpers import DTYPES
 from hypothesis import strategies as st
 
 GPU = torch.cuda.is_available()
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-SHAPES = [(3, 5), (64, 128), (288, 64), (1, 1), (128,), (2, 3, 64), (33, 65), (4, 1000)]
+SHAPES = [(3, 5), (64, 128), (288, 64), (1, 1), (2, 1), (128,), (2, 3, 64), (33, 65), (4, 1000)]
 SCALES = {  # what is filled in: (state2.absmax, offset)
     "NaN": (math.nan, 0.0),
     "infinite": (math.inf, 0.0),
@@ -32,11 +32,18 @@ SCALES = {  # what is filled in: (state2.absmax, offset)
 FACTORS = (1, 1e-30)  # of all scales
 if GPU:  # there products below the smallest normal number are flushed; a CPU keeps them
     FACTORS += (1e-38, 3e-39)
-PASSED = {  # how the packed weight may come
+STORAGES = "int8 int16 int32 int64 float16 bfloat16 float32 float64 float8_e4m3fn bool".split()
+PASSED = {  # how the packed weight may come: bytes are bytes
     "one byte on": lambda weight: helpers.moved(weight, 1),
     "transposed": lambda weight: weight.t(),
-    "in fp16": lambda weight: weight.view(-1).view(torch.float16).view(-1, 1),
-    "in fp32": lambda weight: weight.view(-1).view(torch.float32).view(-1, 1),
+    "every second byte of a buffer": helpers.every_second,
+    "columns first": lambda weight: weight.view(8, -1).t().contiguous().t(),
+}
+CODES = {  # what stands in `code`, which bitsandbytes never reads
+    "another code": lambda code: code.flip(0) * 1.5,
+    "no code": lambda code: None,
+    "a list": lambda code: code.tolist(),
+    "a code in bf16": lambda code: code.bfloat16(),
 }
 
 
@@ -58,11 +65,23 @@ def table(nf4, dtype, device):
     for how, passed in PASSED.items():
         packed = passed(weight)
         yield f"the weight comes {how}", packed, state, helpers.expected(packed, state)
+    for storage in STORAGES:
+        packed = weight.view(-1).view(getattr(torch, storage)).view(-1, 1)
+        yield f"quant_storage {storage}", packed, state, helpers.expected(weight, state)
+    for what, make in CODES.items():
+        weight, state = nf4.quantized((5, 64), dtype, device)
+        want = dequantize_4bit(weight, state)
+        state.code = make(state.code)
+        yield what, weight, state, want
     for name, (absmax2, offset) in SCALES.items():
         weight, state = nf4.quantized((16, 64), dtype, device)
         state.state2.absmax.fill_(absmax2)
         state.offset.fill_(offset)
         yield f"scales: {name}", weight, state, dequantize_4bit(weight, state)
+    for offset_dtype in (torch.float16, torch.float64):
+        weight, state = nf4.quantized((16, 64), dtype, device)
+        state.offset = state.offset.to(offset_dtype)
+        yield f"offset in {offset_dtype}", weight, state, dequantize_4bit(weight, state)
     for blocksize2 in (32, 1024):  # bitsandbytes has 256
         weight, state = nf4.quantized((3, 1000), dtype, device, blocksize=32)
         state.state2.blocksize = blocksize2
@@ -72,9 +91,6 @@ def table(nf4, dtype, device):
         weight, state = nf4.quantized((5, 64), dtype, device, nested=False)
         state.absmax.fill_(scale)
         yield f"ties: 1.0 x {scale}", weight, state, dequantize_4bit(weight, state)
-    weight, state = nf4.quantized((5, 64), dtype, device)
-    state.code = state.code.flip(0) * 1.5  # bitsandbytes has its own built in
-    yield "another code", weight, state, nf4.spec(weight, state)
 
 
 def n_differing(nf4, tally, out, want):
@@ -97,90 +113,20 @@ def test_each_weight_has_bitsandbytes_bits(nf4, device, look_up, tally, dtype):
             assert n_differing(nf4, tally, nf4.dequantize_nf4(weight, state), want) == 0, what
 
 
-def guarded(nf4, weight, state):
-    """(the kernel's output in a larger buffer of NaNs, what comes after it there)."""
-    tensors, kind = nf4.read(weight, state)
-    n_weights = math.prod(state.shape)
-    buffer = torch.full((n_weights + 64,), math.nan, dtype=state.dtype, device=weight.device)
-    out = buffer[:n_weights].view(state.shape)
-    grid, arguments = nf4.launch_of(out, tensors, kind)
-    nf4._dequantize_nf4_kernel[grid](*arguments)
-    return out, buffer[n_weights:]
-
-
-def ragged(nf4, dtype, device):
-    """Rows (weight, QuantState, what is expected); the last is whole."""
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_is_written_beyond_the_output_nor_read_beyond_the_weight(
+    nf4, device, look_up, tally, dtype
+):
     for shape in ((1, 1), (3, 5), (1, 2049), (33, 65), (3, 64), (64, 96)):
         weight, state = nf4.quantized(shape, dtype, device)
+        want = nf4.spec(weight, state)
         for offset in (0, 1):
-            yield helpers.moved(weight, offset), state, nf4.spec(weight, state)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_is_written_beyond_the_output(nf4, device, look_up, tally, dtype):
-    for weight, state, want in ragged(nf4, dtype, device):
-        out, beyond = guarded(nf4, weight, state)
-        assert beyond.isnan().all(), state.shape
-        assert n_differing(nf4, tally, out, want) == 0, state.shape
-
-
-@pytest.mark.quick
-@pytest.mark.skipif(GPU, reason="there compute-sanitizer watches")
-def test_each_load_is_aligned_and_inside_its_tensor(nf4, monkeypatch):
-    """Another ends a process that has a GPU."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    load, inputs = InterpreterBuilder.create_masked_load, []
-
-    def watched(builder, pointers, mask, *others):
-        n_bytes = pointers.get_element_ty().primitive_bitwidth // 8
-        for address in pointers.data[mask.data].astype("int64"):
-            assert address % n_bytes == 0, "a load at an address that is not aligned"
-            inside = [0 <= address - t.data_ptr() <= t.nbytes - n_bytes for t in inputs]
-            assert any(inside), "a load beyond a tensor"
-        return load(builder, pointers, mask, *others)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", watched)
-    for weight, state, _ in ragged(nf4, torch.float16, "cpu"):
-        inputs[:] = nf4.read(weight, state)[0]
-        nf4.by_kernel_grid(weight, state)
-
-
-TRUNCATED = "(_mul_rn(entries, scale[:, None]).to(tl.int32, bitcast=True) & -8192)"
-FUSED = "code2.to(tl.float64) * absmax2.to(tl.float64) + offset.to(tl.float64)"
-WRONG = {  # what is wrong: (text in the notebook, its replacement)
-    "nibbles swapped": ("4 * (tl.arange(0, 8) ^ 1)", "4 * tl.arange(0, 8)"),
-    "bytes exchanged by the shifts": ("4 * (tl.arange(0, 8) ^ 1)", "4 * (tl.arange(0, 8) ^ 3)"),
-    "a nibble's high bit is lost, by loads": ("nibbles & 0xF", "nibbles & 0x7"),
-    "a lane loads its neighbour's entry": ("lane & 0xF", "lane & 0xE"),
-    "half of the entries out of reach": ("$2, 0x101f, -1", "$2, 0x1007, -1"),
-    "bytes of a word exchanged": ("<< (8 * i)", "<< (8 * (i ^ 1))"),
-    "the last byte is not read": ("byte_index * 2 < n_valid", "byte_index * 2 + 2 < n_valid"),
-    "a weight too many is written": ("mask=index < n_valid", "mask=index <= n_valid"),
-    "another block's absmax": ("word_start) // BLOCKSIZE", "word_start) // (2 * BLOCKSIZE)"),
-    "another block's absmax2": ("+ block // BLOCKSIZE2", "+ block // (2 * BLOCKSIZE2)"),
-    "product and sum fused": ("_mul_rn(code2, absmax2) + offset", f"({FUSED}).to(tl.float32)"),
-    "truncated": ("_mul_rn(entries, scale[:, None])", f"{TRUNCATED}.to(tl.float32, bitcast=True)"),
-    "subnormals kept": ("libdevice.mul_rn(a, b)", "a * b"),
-}
-BY_LOADS = "a nibble's high bit is lost, by loads"
-ELSEWHERE = {BY_LOADS: GPU, "subnormals kept": not GPU}  # never run there
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("what", [what for what in WRONG if not ELSEWHERE.get(what)])
-def test_a_wrong_kernel_is_found(nf4, device, what):
-    wrong, counted = helpers.load("nf4_wrong", WRONG[what]), collections.Counter()
-    wrong.SHUFFLES = wrong.tl.constexpr(what != BY_LOADS)
-    for weight, state, want in ragged(nf4, torch.float32, device):
-        out, beyond = guarded(wrong, weight, state)
-        if n_differing(nf4, counted, out, want) or not beyond.isnan().all():
-            return
-    for _, weight, state, want in table(nf4, torch.float32, device):
-        out = wrong.dequantize_nf4(weight, state)
-        if n_differing(nf4, counted, out, want):
-            return
-    pytest.fail(f"{what}: not found among {counted['cases']} cases")
+            buffer = torch.full((want.numel() + 64,), math.nan, dtype=dtype, device=device)
+            out = buffer[: want.numel()].view(shape)
+            nf4.launch(out, *nf4.read(helpers.moved(weight, offset), state))
+            assert buffer[want.numel() :].isnan().all(), shape
+            assert n_differing(nf4, tally, out, want) == 0, shape
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0,)])
@@ -281,6 +227,6 @@ def test_more_than_two_to_the_31_weights(nf4, device, tally, n_weights):
 @pytest.mark.gpu
 @pytest.mark.skipif(not os.path.exists(sanitize.SANITIZER), reason="no compute-sanitizer")
 def test_the_sanitizer_finds_no_access_out_of_bounds_and_no_race():
-    command = [sys.executable, ROOT / "tools" / "sanitize.py"]
+    command = [sys.executable, shared.ROOT / "tools" / "sanitize.py"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

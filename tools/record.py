@@ -4,47 +4,174 @@
     .venv/bin/python tools/record.py          the blocks alone, from what stands in results/
     .venv/bin/python tools/record.py check    whether outputs and record are of the code as it is
 
-Where anything speaks against a run, it is said, and nothing changes.
+A block lies between <!-- NAME:start --> and <!-- NAME:end -->. results/runs.json lists all runs of
+this code; the latest is shown. Where anything speaks against a run, it is said, and nothing changes.
 """
 
 import hashlib
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tokenize
 from pathlib import Path
 
-import blocks
 import nbformat
+import pandas as pd
+import shared
 from t4 import host_us
 
-ROOT = Path(__file__).resolve().parent.parent
-FIELDS = ("gpu", "capability", "date", "cpu", "cores", "versions", "exact", "kernels", "official")
-FIELDS += ("race", "compile", "memory", "score", "seconds")
-PROGRESS = re.compile(r"\s*(race:.*)?", re.S)  # bars that have come to their end
+FIELDS = ("gpu", "capability", "date", "cpu", "cores", "seconds", "versions", "exact", "kernels")
+FIELDS += ("official", "race", "call", "compile", "memory")
+DTYPES = {"float16": "fp16", "bfloat16": "bf16", "mix": "mix"}
+BASELINES = {
+    "unsloth": "today's Unsloth ({unsloth})",
+    "unsloth_buffer": "Unsloth into one buffer, its way in forward passes",
+    "three_launches": "Unsloth's older path, three launches",
+    "peft": "PEFT ({peft})",
+}
+EXPECTED = """**What to expect: an estimate, not a measurement.** For the test's 9000 calls,
+
+    seconds = bytes moved / (share x a copy's speed on a T4) + 9000 x host's time a call x factor
+
+The host's time is what a call takes beyond its kernel (cold cache) in the race of {gpu}, {date}.
+All three are given the same share of a copy's speed, and the factor (how much slower a T4's host is)
+by which the three launches take a published time. Those times are of an older stack than today's,
+each from one host. A factor below 1, a faster host, is unlikely, and left out of the first screen."""
+PROGRESS = re.compile(r"\s*(rounds:.*)?", re.S)  # bars that have come to their end
 TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run/"
 
 
+def shown_record():
+    """The record of the run that is shown: the latest in runs.json."""
+    runs = shared.stored("runs") or []
+    return shared.stored(shared.slug(runs[-1]["gpu"])) if runs else None
+
+
+def of_race(record, who):
+    """{dtype: ratio} of a contender."""
+    return {row["dtype"]: row["ratio"] for row in record["race"] if row["who"] == who}
+
+
+def markdown(rows):
+    """Numbers, which are texts already, stand at the right, words at the left."""
+    table = pd.DataFrame(rows).fillna("")
+    words = ("speedup over", "a training step of", "its states in")
+    sides = ["left" if column in words else "right" for column in table]
+    return table.to_markdown(index=False, disable_numparse=True, colalign=sides)
+
+
+def from_to(values):
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def record_block(record, runs, t4, tests):
+    rows = []
+    runs = [run for run in runs if run["gpu"] == record["gpu"]]
+    for who, label in BASELINES.items():
+        if ratios := of_race(record, who):  # not every machine has every contender
+            row = {"speedup over": label.format(**record["versions"])}
+            row |= {short: f"{ratios[dtype]:.2f}" for dtype, short in DTYPES.items()}
+            if len(runs) > 1:
+                others = [run["ratios"][who]["mix"] for run in runs if who in run["ratios"]]
+                row[f"mix, range of {len(runs)} runs"] = from_to(others)
+            rows.append(row)
+    origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
+    which = "; the latest run" if len(runs) > 1 else ""
+    run = f"* **{origin}{which}.** *Run all* took {record['seconds'] / 60:.1f} minutes."
+    exact = "{checked:,} comparisons of weights, bit for bit: {differing} differ."
+    found = f"* {exact.format(**record['exact'])}"
+    if tests:
+        tests = tests | {"failed": tests["failed"] + tests["error"]}
+        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped."
+        found += text.format(**tests)
+    paragraphs = [markdown(rows), f"{run}\n{found}"]
+    if t4 and "T4" not in record["gpu"]:
+        likely = [row for row in t4["estimate"] if row["factor"] >= 1]
+        over = from_to([row["over_unsloth"] for row in likely])
+        older = from_to([row["over_three_launches"] for row in likely])
+        paragraphs.append(
+            "**No time has been measured on a Tesla T4**: we had none. Our estimate there is "
+            f"{over} times today's Unsloth, where the challenge asks for 1.15, and {older} times "
+            "the three launches."
+        )
+    return "\n\n".join(paragraphs)
+
+
+def t4_block(t4, record, sm_75):
+    rows = []
+    for row in t4["estimate"]:
+        line = {"published, s": f"{row['published_s']:.3f}", "share": f"{row['share']:.0%}"}
+        line |= {"factor": f"{row['factor']:.2f}", "Unsloth, s": f"{row['unsloth_s']:.2f}"}
+        line |= {"ours, s": f"{row['ours_s']:.2f}", "over Unsloth": f"{row['over_unsloth']:.2f}"}
+        rows.append(line | {"over three launches": f"{row['over_three_launches']:.2f}"})
+    sources = [f"[{each['what']}]({each['url']}): {each['value']:g}" for each in t4["sources"]]
+    factors = [row["factor"] for row in t4["estimate"] if row["factor"] >= 1]
+    minutes = [f"{record['seconds'] / 60 * factor:.0f}" for factor in (min(factors), max(factors))]
+    of_3_6 = [row for row in sm_75 if row["triton"] == "3.6.0" and row["absmax"] == "nested"]
+    counts = {row["dtype"]: row["instructions_per_weight"] for row in of_3_6}
+    return "\n\n".join(
+        [
+            "By Colab's Triton a T4 executes {float16:.1f} instructions a weight in fp16, "
+            "{bfloat16:.1f} in bf16.".format(**counts),
+            EXPECTED.format(**t4["record"]),
+            markdown(rows),
+            f"Sources: {'; '.join(sources)}.",
+            f"By the same factors *Run all* takes a T4's host {minutes[0]} to {minutes[1]} minutes, "
+            "installation aside.",
+        ]
+    )
+
+
+def training_block(training):
+    rows = {}
+    for row in training["rows"]:
+        key = (row["model"], row["state"], row["tokens"])
+        line = rows.setdefault(key, {"a training step of": row["model"]})
+        line |= {"its states in": row["state"], "tokens": row["tokens"]}
+        line[f"{row['who']}, ms"] = f"{row['ms']:.2f}"
+        rows[key] = line
+    for line in rows.values():
+        line["stock / ours"] = f"{float(line['stock, ms']) / float(line['ours, ms']):.2f}"
+    stock = (
+        "*Stock* is bitsandbytes, or Unsloth for its MLP; *ours* is within `in_bitsandbytes`, or "
+    )
+    caption = f"{stock}has the lines above. {training['gpu']}, {training['date']}:"
+    return f"{caption}\n\n{markdown(rows.values())}"
+
+
+def generated():
+    """{name: what stands in results/ for it}."""
+    found, record = {}, shown_record()
+    t4, training, sm_75 = map(shared.stored, ("t4", "training", "sm_75"))
+    if record:
+        found["record"] = record_block(record, shared.stored("runs"), t4, shared.stored("tests"))
+    if record and t4 and sm_75:
+        found["t4"] = t4_block(t4, record, sm_75)
+    if training:
+        found["training"] = training_block(training)
+    return found
+
+
+def with_blocks(text, found):
+    """The text with {name: block} in their places."""
+    for name, block in found.items():
+        between = re.compile(rf"(<!-- {name}:start -->\n).*?(<!-- {name}:end -->)", re.S)
+        text = between.sub(lambda mark: f"{mark[1]}{block}\n{mark[2]}", text)
+    return text
+
+
 def write_blocks():
-    found = blocks.generated()
-    notebook = nbformat.read(ROOT / "nf4_triton.ipynb", as_version=4)
+    found = generated()
+    notebook = nbformat.read(shared.ROOT / "nf4_triton.ipynb", as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = blocks.with_blocks(cell.source, found)
-    files = {ROOT / "nf4_triton.ipynb": nbformat.writes(notebook) + "\n"}
-    files[ROOT / "README.md"] = blocks.with_blocks((ROOT / "README.md").read_text(), found)
-    replace(files)
-
-
-def replace(files):
-    """Writes {path: text or bytes}, all or nothing: first beside each file, then in its place."""
-    beside = {path: path.with_name(path.name + ".tmp") for path in files}
-    for path, value in files.items():
-        beside[path].write_bytes(value.encode() if isinstance(value, str) else value)
-    for path in files:
-        beside[path].replace(path)
+            cell.source = with_blocks(cell.source, found)
+    readme = (shared.ROOT / "README.md").read_text(encoding="utf-8")
+    files = {shared.ROOT / "nf4_triton.ipynb": nbformat.writes(notebook) + "\n"}
+    shared.write(files | {shared.ROOT / "README.md": with_blocks(readme, found)})
 
 
 def code_cells(notebook):
@@ -67,12 +194,12 @@ def code_hash(notebook):
 
 def check():
     """Ends with a sentence unless outputs and record are of the code as it stands."""
-    notebook = nbformat.read(ROOT / "nf4_triton.ipynb", as_version=4)
+    notebook = nbformat.read(shared.ROOT / "nf4_triton.ipynb", as_version=4)
     if notebook.metadata.get("code") != code_hash(notebook):
         raise SystemExit(f"code cells differ from those whose outputs and record stand: {TO_RUN}")
-    shown, t4 = blocks.shown_record(), blocks.stored("t4")
+    shown, t4 = shown_record(), shared.stored("t4")
     # A T4's own run needs no estimate, and none is made without the three launches: it stays.
-    is_basis = shown and "T4" not in shown["gpu"] and blocks.of_race(shown, "three_launches")
+    is_basis = shown and "T4" not in shown["gpu"] and of_race(shown, "three_launches")
     if t4 and is_basis and t4["record"]["host_us"] != host_us(shown):
         raise SystemExit("the T4's estimate is of another run: run tools/t4.py estimate")
     print("outputs and record are of the code as it stands")
@@ -88,11 +215,11 @@ def objections(record, executed, notebook, pictures):
             yield f"this cell was not run, or failed: {cell.source.splitlines()[0]}"
     lacking = [field for field in FIELDS if not record.get(field)]
     if lacking:
-        yield f"the record lacks {', '.join(lacking)}"
+        yield f"the record lacks {', '.join(lacking)}: {TO_RUN}"
         return
     if record["exact"]["differing"]:
         yield "{differing} of {checked} weights differ".format(**record["exact"])
-    if set(blocks.of_race(record, "unsloth")) != set(blocks.DTYPES):
+    if set(of_race(record, "unsloth")) != set(DTYPES):
         yield "there is no race against today's Unsloth in fp16, bf16 and mix"
     for picture in pictures:
         if not picture.exists():
@@ -104,34 +231,32 @@ def take(folder):
     if len(paths) != 1 or not (folder / "nf4_triton.ipynb").exists():
         raise SystemExit(f"expected nf4_triton.ipynb and one results/*.json in {folder}: {TO_RUN}")
     try:
-        record = json.loads(paths[0].read_text())
+        record = json.loads(paths[0].read_text(encoding="utf-8"))
         executed = nbformat.read(folder / "nf4_triton.ipynb", as_version=4)
     except ValueError as error:
         raise SystemExit(f"the run in {folder} cannot be read: {error}") from None
-    notebook = nbformat.read(ROOT / "nf4_triton.ipynb", as_version=4)
-    pictures = [paths[0].with_name(f"{paths[0].stem}-{name}.png") for name in ("calls", "race")]
+    if not shutil.which("git"):
+        raise SystemExit("git, which names the run's commit, is missing: install it, then again")
+    notebook = nbformat.read(shared.ROOT / "nf4_triton.ipynb", as_version=4)
+    pictures = [paths[0].with_name(f"{paths[0].stem}-{name}.png") for name in ("call", "race")]
     wrong = list(objections(record, executed, notebook, pictures))
     if wrong:
         raise SystemExit("\n".join([*wrong, "nothing was taken in"]))
     for cell, ran in zip(code_cells(notebook), code_cells(executed), strict=True):
-        shown = [each for each in ran.outputs if not PROGRESS.fullmatch(each.get("text", "x"))]
-        cell.outputs, cell.execution_count = shown, ran.execution_count
-    ask = ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]
+        cell.outputs = [out for out in ran.outputs if not PROGRESS.fullmatch(out.get("text", "x"))]
+        cell.execution_count = ran.execution_count
+    ask = ["git", "-C", shared.ROOT, "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(ask, capture_output=True, text=True).stdout.strip() or None
     run = {name: record[name] for name in ("gpu", "cpu", "date")} | {"commit": commit}
-    run["ratios"] = {}
-    for who in blocks.BASELINES:
-        if ratios := blocks.of_race(record, who):
-            run["ratios"][who] = ratios
-    runs = [*(blocks.stored("runs") or []), run]
-    files = {blocks.RESULTS / "runs.json": json.dumps(runs, indent=1) + "\n"}
-    for path in (paths[0], *pictures):
-        files[blocks.RESULTS / path.name] = path.read_bytes()
+    run["ratios"] = {who: of_race(record, who) for who in BASELINES if of_race(record, who)}
+    others = shared.stored("runs") or []
+    runs = [each for each in others if each["ratios"] != run["ratios"]] + [run]  # each once
     notebook.metadata["code"] = code_hash(notebook)
-    files[ROOT / "nf4_triton.ipynb"] = nbformat.writes(notebook) + "\n"
-    replace(files)
+    files = {shared.RESULTS / "runs.json": runs}
+    files |= {shared.RESULTS / path.name: path.read_bytes() for path in (paths[0], *pictures)}
+    shared.write(files | {shared.ROOT / "nf4_triton.ipynb": nbformat.writes(notebook) + "\n"})
     for listed in runs:
-        for old in blocks.RESULTS.glob(f"{blocks.slug(listed['gpu'])}*"):
+        for old in shared.RESULTS.glob(f"{shared.slug(listed['gpu'])}*"):
             if old not in files:  # another GPU's: its ratios stand in runs.json
                 old.unlink()
     print(f"taken in: {record['gpu']}, {record['date']}; {len(runs)} runs are listed")

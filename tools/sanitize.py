@@ -14,10 +14,8 @@ import subprocess
 import sys
 from multiprocessing.pool import ThreadPool
 
+import shared
 import torch
-
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "tests"))
-import helpers  # noqa: E402
 
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 OPTIONS = (
@@ -42,7 +40,7 @@ def run_right(nf4):
         for function in (nf4.dequantize_nf4, nf4.dequantize_nf4, nf4.by_kernel_grid):
             out = function(weight, state).cpu().reshape(shape)
             assert nf4.bits_differing(out, expected) == 0, (shape, dtype)
-    assert nf4.PLANS and not nf4.WITHOUT_PLAN
+    assert nf4.PLANS and all(nf4.TRIED.values())
 
 
 def run_broken(nf4):
@@ -77,9 +75,9 @@ def main(arguments):
         raise SystemExit("This needs an NVIDIA GPU and, of the CUDA toolkit, compute-sanitizer.")
     if arguments == ["right"]:  # in a process that is watched, like the next
         torch.equal = lambda x, y: x.cpu().equal(y.cpu())
-        run_right(helpers.load())
+        run_right(shared.load())
     elif arguments == ["broken"]:
-        run_broken(helpers.load())
+        run_broken(shared.load())
     else:
         os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # else tensors have neighbours
         if not all(ThreadPool().starmap(watch, RUNS)):

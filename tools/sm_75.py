@@ -17,13 +17,14 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import shared
+
 VERSIONS = ("3.5.1", "3.6.0", "3.9.0")  # the lowest that is allowed, Colab's, the newest
 
 
 def installed(version):
     """The folder that holds this Triton and nothing else, made by pip when first asked for."""
-    folder = ROOT / ".venv" / "nf4-triton" / f"{version}-{sys.implementation.cache_tag}"
+    folder = shared.ROOT / ".venv" / "nf4-triton" / f"{version}-{sys.implementation.cache_tag}"
     if not folder.exists():
         part = folder.with_name(f"part-of-{folder.name}")
         pip = [sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--no-deps", "--target"]
@@ -37,42 +38,63 @@ asked = " ".join(sys.argv[1:]) if __name__ == "__main__" else ""
 if asked not in ("", "--record", metadata.version("triton")):
     sys.path.insert(0, str(installed(asked)))
 os.environ.pop("TRITON_INTERPRET", None)  # the interpreter cannot live beside the compiler
-sys.path.insert(0, str(ROOT / "tests"))
 
-import helpers  # noqa: E402
-import torch  # noqa: E402
 import triton  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
 
-def compile_for(nf4, dtype, absmax="nested"):
+
+def compile_for(nf4, dtype, absmax):
     """The CompiledKernel, for sm_75; it is the same for all shapes."""
-    out = torch.empty((4096, 4096), dtype=dtype, device="meta")
-    byte, number = torch.empty(0, dtype=torch.uint8), torch.empty(0)
-    if absmax == "nested":
-        tensors, blocksize2 = (byte, byte, *[number] * 4), 256
-    else:
-        tensors, blocksize2 = (byte, number, number, *[None] * 3), 0
-    _, arguments = nf4.launch_of(out, tensors, (out.shape, dtype, 64, blocksize2))
     kernel = nf4._dequantize_nf4_kernel
-    by_name = dict(zip(kernel.arg_names, arguments, strict=True))
-    types, constants = {}, {}
-    for name, value in by_name.items():
-        if isinstance(value, torch.Tensor):
-            dtype_name = str(value.dtype).removeprefix("torch.")
-            types[name] = "*" + triton._utils.type_canonicalisation_dict[dtype_name]
-        elif name == "n_weights":
-            types[name] = "i32"
-        else:
-            types[name] = "constexpr"
-            constants[(kernel.arg_names.index(name),)] = value
+    types = {"out_ptr": TYPES[dtype], "weight_ptr": "*u8", "n_weights": "i32"}
+    constants = {"BLOCKSIZE": 64, "WORDS": nf4.WORDS}
+    tables = ("offset_ptr", "absmax2_ptr", "code2_ptr")
+    if absmax == "nested":
+        types |= {"absmax_ptr": "*u8"} | dict.fromkeys(tables, "*fp32")
+        constants["BLOCKSIZE2"] = 256
+    else:
+        types["absmax_ptr"] = "*fp32"
+        constants |= {"BLOCKSIZE2": 0} | dict.fromkeys(tables)
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(0,): [["tt.divisibility", 16]]}  # the output alone: it is fresh
-    source = triton.compiler.ASTSource(kernel, types, constants, aligned)
+    source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
     target = triton.backends.compiler.GPUTarget("cuda", 75, 32)
     return triton.compile(source, target=target)
 
 
-def facts(compiled):
+def paths(code, at=0):
+    """Each way through the instructions, as a list of their names, from the one at an index on."""
+    way = []
+    for i in range(at, len(code)):
+        _, condition, name, goal = code[i]
+        way.append(name)
+        if name not in ("EXIT", "BRA"):
+            continue
+        ways = [way] if name == "EXIT" else []
+        starts = [j for j, (labels, *_) in enumerate(code) if goal in labels]
+        if condition:
+            starts.append(i + 1)
+        return ways + [way + rest for start in starts for rest in paths(code, start)]
+    raise ValueError("the code does not end in EXIT")
+
+
+def instructions(disassembly):
+    """[(labels before it, its condition, its name, where it jumps to)]."""
+    code, labels = [], []
+    pattern = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([\w.]+)(?:.*`\((\.L\w+)\))?")
+    for line in disassembly.splitlines():
+        if line.startswith(".L"):
+            labels.append(line.split(":")[0])
+        elif found := pattern.match(line):
+            code.append((labels, *found.groups()))
+            labels = []
+    return code
+
+
+def facts(compiled, words):
     """What the code uses, and how often; the widths of its global accesses in bits: "16 128"."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -80,36 +102,28 @@ def facts(compiled):
         tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
         code = subprocess.check_output([tools / "nvdisasm", "-c", "-ndf", cubin], text=True)
         usage = subprocess.check_output([tools / "cuobjdump", "-res-usage", cubin], text=True)
-    operations = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)", code, re.M)
-    # What follows the last EXIT only fills the code up.
-    n_instructions = max(i for i, each in enumerate(operations, 1) if each.startswith("EXIT"))
+    code = instructions(code)
+    names = [name for _, _, name, _ in code]
 
-    def those(name):
-        return [each for each in operations if each.startswith(name)]
-
-    def widths(accesses):
+    def widths(begin, mark=""):
         # LDG.E.128 has a number; LDG.E has none, so the pattern matches the end: 32 bits
-        bits = {re.search(r"\.[US]?(8|16|64|128)\b|$", each)[1] or "32" for each in accesses}
+        accesses = [name for name in names if name.startswith(begin) and mark in name]
+        bits = {re.search(r"\.[US]?(8|16|64|128)\b|$", name)[1] or "32" for name in accesses}
         return " ".join(sorted(bits, key=int))
 
-    words = [each for each in those("LDG") if ".EF" in each]  # evict first: words alone
+    # A full program's: words are loaded evict first (EF), and stored 128 bits at a time.
+    full = [way for way in paths(code) if ".EF" in " ".join(way) and ".128" in " ".join(way)]
+    n_threads = 32 * compiled.metadata.num_warps
     return {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spills": int(re.search(r"LOCAL:(\d+)", usage)[1]),
         "shared": compiled.metadata.shared,
-        "instructions": n_instructions,
-        "shuffles": len(those("SHFL")),
-        "ffma": len(those("FFMA")),  # HFMA2, in fp16, is how ptxas loads constants
-        "word_load_bits": widths(words),
-        "store_bits": widths(those("STG")),
+        "shuffles": len([name for name in names if name.startswith("SHFL")]),
+        "ffma": len([name for name in names if name.startswith("FFMA")]),  # HFMA2: constants
+        "word_load_bits": widths("LDG", ".EF"),
+        "store_bits": widths("STG"),
+        "instructions_per_weight": min(map(len, full)) * n_threads / (words * 8),
     }
-
-
-def instructions_per_weight(full, dtype, absmax="nested"):
-    """Of a full program's thread: `full` is the notebook with helpers.FULL's edits."""
-    compiled = compile_for(full, dtype, absmax)
-    n_threads = 32 * compiled.metadata.num_warps
-    return facts(compiled)["instructions"] * n_threads / (full.WORDS * 8)
 
 
 def main():
@@ -120,16 +134,13 @@ def main():
             if done.returncode:
                 raise SystemExit(f"Triton {version} failed, see above: nothing was written.")
             found += json.loads(done.stdout.splitlines()[-1])  # Triton prints there, too
-        helpers.write_json(ROOT / "results" / "sm_75.json", found)
+        shared.write({shared.RESULTS / "sm_75.json": found})
         return
-    nf4, full = helpers.load(), helpers.load("nf4_full", *helpers.FULL)
-    rows = []
-    for dtype in helpers.DTYPES:
+    nf4, rows = shared.load(), []
+    for dtype in TYPES:
         for absmax in ("nested", "plain"):
-            row = {"triton": triton.__version__, "dtype": str(dtype).removeprefix("torch.")}
-            row |= {"absmax": absmax} | facts(compile_for(nf4, dtype, absmax))
-            row["instructions_per_weight"] = instructions_per_weight(full, dtype, absmax)
-            rows.append(row)
+            row = {"triton": triton.__version__, "dtype": dtype, "absmax": absmax}
+            rows.append(row | facts(compile_for(nf4, dtype, absmax), nf4.WORDS))
     print(json.dumps(rows))
 
 

@@ -26,8 +26,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "tests"), str(ROOT / "tools")]
+import shared
+
 COPY = {
     "what": "a copy within a T4's memory, GB/s",
     "value": 240.0,
@@ -113,7 +113,6 @@ def environment(scratch):
 
 
 def rehearse(folder):
-    import helpers
     import nbclient
     import nbformat
     import torch
@@ -121,15 +120,15 @@ def rehearse(folder):
     has_gpu = torch.cuda.is_available() and torch.version.cuda is not None
     if not has_gpu or torch.cuda.get_device_capability() < (7, 5):
         raise SystemExit("The rehearsal needs an NVIDIA GPU of capability 7.5 or newer: none here.")
-    if folder.resolve() in (ROOT, ROOT / "results"):
+    if folder.resolve() in (shared.ROOT, shared.RESULTS):
         raise SystemExit(f"{folder} keeps what was measured: name another for the rehearsal.")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rehearsal.json").unlink(missing_ok=True)
-    notebook = nbformat.read(ROOT / "nf4_triton.ipynb", as_version=4)
+    notebook = nbformat.read(shared.ROOT / "nf4_triton.ipynb", as_version=4)
     n_cells = len([cell for cell in notebook.cells if cell.cell_type == "code"])
-    begin = f"import sys; sys.path.append({str(ROOT / 'tools')!r}); import t4; t4.disguise()"
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(begin))
-    notebook.cells.append(nbformat.v4.new_code_cell("assert PLANS and not WITHOUT_PLAN"))
+    begin = f"import sys; sys.path.append({str(shared.ROOT / 'tools')!r})"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(f"{begin}; import t4; t4.disguise()"))
+    notebook.cells.append(nbformat.v4.new_code_cell("assert PLANS and all(TRIED.values())"))
     faults, record = [], {}
     with tempfile.TemporaryDirectory(prefix="t4-", ignore_cleanup_errors=True) as scratch:
         resources = {"metadata": {"path": scratch}}
@@ -137,30 +136,23 @@ def rehearse(folder):
         client.on_cell_start = lambda cell, cell_index: print(cell.id, flush=True)
         try:
             client.execute(env=environment(scratch))
-            record = read(Path(scratch) / "results" / "tesla-t4.json", "no T4's record")
-        except (Exception, SystemExit) as fault:  # a cell's error, or the kernel died
+            record = shared.stored("tesla-t4", Path(scratch) / "results")
+        except Exception as fault:  # a cell's error, or the kernel died
             faults.append(str(fault)[-2000:])
         compiled = [path.read_bytes() for path in Path(scratch).rglob("*.cubin")]
     nbformat.write(notebook, folder / "nf4_triton.ipynb")
-    exact = record.get("exact", {"checked": 0})
     others = [code for code in compiled if b".target sm_75" not in code]
-    if record and (exact["checked"] == 0 or exact["differing"] > 0):
+    exact = (record or {}).get("exact", {"checked": 0})
+    if not faults and (exact["checked"] == 0 or exact["differing"] > 0):
         faults.append(f"weights must be compared, and none differ: {exact}")
-    if record and (others or not compiled):
+    if not faults and (others or not compiled):
         faults.append(f"all kernels must be for sm_75: {len(others)} of {len(compiled)} are not")
     if faults:
         raise SystemExit("\n".join(["The rehearsal failed:", *faults]))
     found = {"gpu": torch.cuda.get_device_name(), "as": T4.name}
     found |= {"date": datetime.date.today().isoformat(), "cells": n_cells, "errors": 0}
-    found |= {"exact": exact, "kernels": len(compiled), "planned": True, "rows": record["kernels"]}
-    helpers.write_json(folder / "rehearsal.json", found)
-
-
-def read(path, advice):
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as fault:
-        raise SystemExit(f"{path} cannot be read ({fault}): {advice}") from None
+    found |= {"exact": exact, "kernels": len(compiled), "planned": True}
+    shared.write({folder / "rehearsal.json": found | {"rows": record["kernels"]}})
 
 
 def host_us(record):
@@ -201,37 +193,33 @@ def estimated(host):
 
 
 def estimate(results, folder=None):
-    import helpers
-
     run_first = "run the notebook on an NVIDIA GPU, and take its record in (tools/record.py)"
-    paths = list(results.glob("nvidia-*.json"))  # the run that is shown: others are in runs.json
-    if len(paths) != 1:
+    rehearse_first = "rehearse on a newer GPU: python tools/t4.py rehearse DIR, then estimate DIR"
+    names = [path.stem for path in results.glob("nvidia-*.json")]  # the run that is shown
+    if len(names) != 1:
         wanted = f"{results} must hold one record of an NVIDIA GPU"
-        raise SystemExit(f"{wanted}, not {len(paths)}: {run_first}")
-    record = read(paths[0], run_first)
+        raise SystemExit(f"{wanted}, not {len(names)}: {run_first}")
     try:
+        record = shared.stored(names[0], results)
         host = host_us(record)
     except (KeyError, ValueError) as lacking:
-        what = f"{paths[0]} lacks times of all three contenders ({lacking!r})"
-        raise SystemExit(f"{what}: {run_first}") from None
-    rehearse_first = "rehearse on a newer GPU: python tools/t4.py rehearse DIR, then estimate DIR"
-    if folder is None:  # the rehearsal stays
-        rehearsal = read(results / "t4.json", rehearse_first)["rehearsal"]
-    else:
-        rehearsal = read(folder / "rehearsal.json", rehearse_first)
+        what = f"{names[0]}.json cannot be read, or lacks times of all three contenders"
+        raise SystemExit(f"{what} ({lacking!r}): {run_first}") from None
+    before = (shared.stored("t4", results) or {}).get("rehearsal")
+    rehearsal = shared.stored("rehearsal", folder) if folder else before  # else it stays
+    if not rehearsal:
+        raise SystemExit(f"there is no rehearsal: {rehearse_first}")
     content = {"rehearsal": rehearsal, "sources": [COPY, *PUBLISHED], "estimate": estimated(host)}
     content["record"] = {"gpu": record["gpu"], "date": record["date"], "host_us": host}
-    helpers.write_json(results / "t4.json", content)
+    shared.write({results / "t4.json": content})
 
 
 def main(arguments):
     match arguments:
         case ["rehearse", folder]:
             rehearse(Path(folder))
-        case ["estimate"]:
-            estimate(ROOT / "results")
-        case ["estimate", folder]:
-            estimate(ROOT / "results", Path(folder))
+        case ["estimate", *folder] if len(folder) < 2:
+            estimate(shared.RESULTS, *map(Path, folder))
         case _:
             raise SystemExit(__doc__)
 
