@@ -1,26 +1,21 @@
-"""Who passes what cannot be decoded is told what is wrong, and the process stays usable.
-
-Each fault comes to a first call, to the operator, to fake tensors and to a compiled function (to a
-call that has a plan: test_call.py). Each time the right weight gives the right bits afterwards.
-"""
+"""Who passes what cannot be decoded is told what is wrong, and the process stays usable."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
-from unittest import mock
 
 import helpers
 import pytest
 import torch
-from bitsandbytes.functional import _convert_weight_packed_for_cpu as repacked
-from helpers import resized
+from bitsandbytes.functional import _convert_weight_packed_for_cpu
+from helpers import every_second, resized
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class Fault(NamedTuple):
     words: str  # what must be said
-    where: str  # "weight", a field of the state, or "both"
-    make: Callable  # make(old value) -> new value; for "both", make(weight, state) -> both
+    where: str  # "weight", or "quant_state" and its field
+    make: Callable  # make(old value) -> new value
     error: type | tuple = ValueError
 
 
@@ -32,20 +27,20 @@ def nested(tensor):
     return torch.nested.nested_tensor([tensor])
 
 
+def repacked(state):
+    """As bitsandbytes leaves it with a weight for its CPU kernels."""
+    weight = torch.zeros(1024, 1, dtype=torch.uint8, device=state.absmax.device)
+    return _convert_weight_packed_for_cpu(weight, state)[1]
+
+
 BY_READ = {
-    "the state is None": Fault("layer on the GPU", "both", lambda w, s: (w, None), TypeError),
-    "repacked for a CPU's kernels": Fault("a CPU's repacked one", "both", repacked),
+    "the state is None": Fault("layer on the GPU", "state", lambda _: None, TypeError),
+    "repacked for a CPU's kernels": Fault("a CPU's repacked one", "state", repacked),
     "quant_type": Fault("quant_type must be 'nf4', got 'fp4'", "quant_type", lambda _: "fp4"),
     "no shape": Fault("4-bit weight", "shape", lambda _: None, TypeError),
     "no fields in state2": Fault("4-bit", "state2", lambda _: SimpleNamespace(), TypeError),
-    "state2.dtype": Fault(
-        "got torch.float16: .* set quant_state.state2.dtype",
-        "state2.dtype",
-        lambda _: torch.float16,
-    ),
-    "state2.blocksize 0": Fault(
-        "of state2.blocksize 0 .*must be None", "state2.blocksize", lambda _: 0
-    ),
+    "state2.dtype": Fault("got .*16: set quant_state.s", "state2.dtype", lambda _: torch.float16),
+    "state2.blocksize 0": Fault("blocksize 0 .*must be None", "state2.blocksize", lambda _: 0),
     "dtype": Fault("dtype must be .* got torch.float64", "dtype", lambda _: torch.float64),
     "no dtype": Fault("dtype must be .* got None", "dtype", lambda _: None),
 }
@@ -73,6 +68,7 @@ BY_CHECK = {
 }
 OF_MEMORY = {  # what is looked at where there is memory: not while a compiler traces
     "weight freed": Fault("1024 .* storage, got 0", "weight", lambda w: resized(w, 0)),
+    "gaps, freed": Fault("1024 .*, got 0", "weight", lambda w: resized(every_second(w), 0)),
     "weight shrunk": Fault("1024 .* storage, got 1023", "weight", lambda w: resized(w, 1023)),
     "view cut": Fault("1028 .* got 1027", "weight", lambda w: resized(helpers.moved(w, 4), 1027)),
     "absmax freed": Fault("absmax .* 32 .* storage, got 0", "absmax", lambda t: resized(t, 0)),
@@ -83,15 +79,10 @@ FAULTS = BY_READ | BY_CHECK | OF_MEMORY
 
 
 def faulty(what, weight, state):
-    """The (weight, state) that are passed."""
-    fault = FAULTS[what]
-    if fault.where == "both":
-        return fault.make(weight, state)
-    if fault.where == "weight":
-        return fault.make(weight), state
-    owner, field = helpers.owner_of(fault.where, state)
-    setattr(owner, field, fault.make(getattr(owner, field)))
-    return weight, state
+    passed, where = SimpleNamespace(weight=weight, state=state), FAULTS[what].where
+    where = where if where in ("weight", "state") else f"state.{where}"
+    helpers.change(passed, where, FAULTS[what].make)
+    return passed.weight, passed.state
 
 
 @pytest.fixture
@@ -104,55 +95,25 @@ def right(nf4, device):
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_a_first_call_is_refused_in_words(nf4, right, tally, what):
-    fault = FAULTS[what]
-    passed = faulty(what, *right)
-    with pytest.raises(fault.error, match=fault.words):
-        nf4.dequantize_nf4(*passed)
+def test_a_first_call_the_operator_and_fake_tensors_refuse_in_words(nf4, right, what):
+    weight, state = faulty(what, *right)
+    with pytest.raises(FAULTS[what].error, match=FAULTS[what].words):
+        nf4.dequantize_nf4(weight, state)
     assert not nf4.PLANS
-    tally["errors"] += 1
-
-
-@pytest.mark.parametrize("what", BY_CHECK | OF_MEMORY)
-def test_the_operator_refuses_the_same(nf4, right, what):
-    fault = FAULTS[what]
-    tensors, kind = nf4.read(*faulty(what, *right))
-    with pytest.raises(fault.error, match=fault.words):
-        torch.ops.nf4_triton.dequantize(*tensors, *kind)
-
-
-def test_the_operator_refuses_tables_beside_plain_absmax(nf4, device):
-    """One on another device would lead to another's kernel, and to an output that nobody filled."""
-    pair = nf4.quantized((32, 64), torch.float16, device, nested=False)
-    (weight, absmax, *_), kind = nf4.read(*pair)
-    for table in (absmax, absmax.to("meta")):
-        tensors = (weight, absmax, None, None, table)
-        with pytest.raises(ValueError, match="must be None"):
+    if what not in BY_READ:
+        tensors, kind = nf4.read(weight, state)
+        with pytest.raises(FAULTS[what].error, match=FAULTS[what].words):
             torch.ops.nf4_triton.dequantize(*tensors, *kind)
-
-
-@pytest.mark.parametrize("dtype", [-1, 3])
-def test_the_operator_refuses_a_dtype_that_is_no_index(nf4, right, dtype):
-    tensors, (shape, _, *blocksizes) = nf4.read(*right)
-    with pytest.raises(ValueError, match=f"dtype must be an index of .* got {dtype}"):
-        torch.ops.nf4_triton.dequantize(*tensors, shape, dtype, *blocksizes)
-
-
-@pytest.mark.parametrize("what", BY_READ | BY_CHECK)
-def test_fake_tensors_are_refused_the_same(nf4, right, what):
-    fault = FAULTS[what]
-    passed = faulty(what, *right)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        if isinstance(passed[0], torch.Tensor):
-            passed = (mode.from_tensor(passed[0]), passed[1])
-        with pytest.raises(fault.error, match=fault.words):
-            nf4.dequantize_nf4(*passed)
+    if what not in OF_MEMORY:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = None if weight is None else mode.from_tensor(weight)
+            with pytest.raises(FAULTS[what].error, match=FAULTS[what].words):
+                nf4.dequantize_nf4(fake, state)
 
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_compiled_function_refuses_and_goes_on(nf4, device, right, what):
     """The words are in what the compiler raises; some versions of torch leave some of them out."""
-    torch._dynamo.reset()
     compiled = torch.compile(nf4.dequantize_nf4, fullgraph=True, backend="aot_eager")
     passed = faulty(what, *right)
     words = FAULTS[what].words
@@ -166,30 +127,28 @@ def test_a_compiled_function_refuses_and_goes_on(nf4, device, right, what):
     assert nf4.bits_differing(compiled(*again), nf4.spec(*again)) == 0
 
 
-def test_a_layer_that_is_not_quantized_yet_is_refused_in_words(nf4):
-    for layer in (nf4.bnb_Linear4bit(64, 64), torch.nn.Linear(4, 4)):
-        with pytest.raises(TypeError, match="is the layer on the GPU.* quant_state NoneType"):
-            nf4.your_dequantize_nf4(layer)
+def test_the_operator_refuses_what_read_never_gives(nf4, device):
+    """A table on another device would lead to its kernel, and to an output that nobody filled."""
+    pair = nf4.quantized((32, 64), torch.float16, device, nested=False)
+    (weight, absmax, *_), (shape, dtype, *blocksizes) = nf4.read(*pair)
+    for table in (absmax, absmax.to("meta")):
+        with pytest.raises(ValueError, match="must be None"):
+            nf4.dequantize_op(weight, absmax, None, None, table, shape, dtype, *blocksizes)
+    for dtype in (-1, 3):
+        with pytest.raises(ValueError, match=f"dtype must be an index of .* got {dtype}"):
+            nf4.dequantize_op(weight, absmax, None, None, None, shape, dtype, *blocksizes)
 
 
-def test_a_cpus_weight_needs_the_interpreter(nf4, monkeypatch):
+@pytest.mark.parametrize("device, cuda", [("cpu", "13.0"), ("cuda:0", None)])
+def test_no_cpu_and_no_amd_gpu_is_taken(nf4, monkeypatch, device, cuda):
+    """An AMD GPU is "cuda", too, and Triton cannot assemble the kernel's instructions for it."""
     monkeypatch.setattr(nf4, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="must be on CUDA, NVIDIA GPUs only, got cpu"):
-        nf4.dequantize_nf4(*nf4.quantized((32, 64), torch.float16, "cpu"))
-
-
-def test_an_amd_gpu_is_refused_in_words(nf4, monkeypatch):
-    """There tensors are on "cuda", too, and Triton cannot assemble the kernel's instructions."""
-    monkeypatch.setattr(nf4, "INTERPRETED", False)
-    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     tensors, kind = nf4.read(*nf4.quantized((32, 64), torch.float16, "cpu"))
-    weight = mock.Mock(wraps=tensors[0], is_cuda=True, layout=torch.strided, device="cuda:0")
-    weight.configure_mock(is_nested=False, is_meta=False, itemsize=1)
-    tables = [mock.Mock(wraps=t, dtype=t.dtype, device="cuda:0") for t in tensors[1:]]
-    for table in tables:
-        table.configure_mock(layout=torch.strided, is_nested=False)
-    with pytest.raises(ValueError, match="NVIDIA GPUs only, got cuda:0"):
-        nf4.check((weight, *tables), kind, has_memory=False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = [torch.empty_like(tensor, device=device) for tensor in tensors]
+        with pytest.raises(ValueError, match=f"NVIDIA GPUs only, got {device}"):
+            nf4.check(tensors, kind, has_memory=False)
 
 
 CHANGED = """
@@ -199,7 +158,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import triton
 {}
 import shared
-shared.load()
+shared.execute(shared.defining("_dequantize_nf4_kernel"), "its cell", {{}})
 """
 SET, UNSET = 'os.environ["TRITON_INTERPRET"] = "1"', 'os.environ.pop("TRITON_INTERPRET")'
 

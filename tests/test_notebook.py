@@ -12,11 +12,11 @@ from unittest import mock
 
 import nbformat
 import pytest
-import record
 import shared
 import torch
 
 ROOT = shared.ROOT
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.longest
@@ -40,45 +40,11 @@ def test_colab_and_github_show_the_warps_picture():
     name, picture = re.search(r"^\[(\w+)\]: data:image/png;base64,(\S+)$", cell, re.M).groups()
     assert f"][{name}]" in cell.split(f"[{name}]:")[0]
     assert base64.b64decode(picture) == (ROOT / "results" / "warp.png").read_bytes()
-    assert "(results/warp.png)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "(results/warp.png)" in README
 
 
-# How it is installed.
-
-MISSING = "missing"  # in the place of a version
-PINNED = ("torch", "triton", "numpy")  # where pip runs, it gets the versions at hand of these, too
-CPU_TORCH = ["torch>=2.9", "torch==2.13.0"]
-CPU_TORCH += ["--extra-index-url=https://download.pytorch.org/whl/cpu"]
-CASES = {  # what is installed: (versions, GPUs; None: no driver, "stub": no symbols, asked of pip)
-    "nothing is missing": ({}, 0, []),
-    "bitsandbytes on Colab": (
-        {"bitsandbytes": MISSING, "unsloth": MISSING, "torch": "2.11.0+cu128"},
-        1,
-        ["bitsandbytes>=0.50", "unsloth>=2026.10.9", "torch==2.11.0+cu128"],
-    ),
-    "an Unsloth without its own kernel": ({"unsloth": "2026.3.11"}, 1, ["unsloth>=2026.10.9"]),
-    "unsloth, which wants a GPU": ({"unsloth": MISSING}, None, []),
-    "a libcuda without its symbols": ({"unsloth": MISSING}, "stub", []),
-    "torch without a GPU": (
-        {name: MISSING for name in PINNED},
-        None,
-        [*CPU_TORCH, "triton>=3.5", "numpy"],
-    ),
-    "NGC's torch": ({"torch": "2.9.0a0+nv25.9", "unsloth": "2026.10.9"}, 1, []),
-    "too old a torch": ({"torch": "2.8.0"}, 0, ["torch>=2.9", "torch==2.8.0"]),
-    "too old a tabulate": ({"tabulate": "0.8.9"}, 0, ["tabulate>=0.9"]),
-    "a package that half an install left": ({"tqdm": None}, 0, ["tqdm"]),
-}
-SAID = "error: externally-managed-environment\n\n× This environment → is managed\nhint: a help page"
-FAILED = subprocess.CompletedProcess([], 1, stderr=SAID)
-
-
-def driver_of(n_gpus):
+def driver(n_gpus):
     """Stands for what ctypes finds of CUDA's driver."""
-    if n_gpus is None:
-        raise OSError("libcuda.so.1: cannot open shared object file")
-    if n_gpus == "stub":
-        return object()
 
     def count(reference):
         reference._obj.value = n_gpus
@@ -86,23 +52,45 @@ def driver_of(n_gpus):
     return mock.Mock(cuDeviceGetCount=count)
 
 
+NO_DRIVER, STUB = OSError("libcuda.so.1: cannot open shared object file"), object()
+NONE = {"torch": "missing", "triton": "missing", "numpy": "missing"}  # in the place of versions
+COLAB = {"torch": "2.11.0+cu128", "bitsandbytes": "missing", "unsloth": "missing"}
+COLAB_LACKS = ["bitsandbytes>=0.50", "unsloth>=2026.10.9"]
+CPU_TORCH = ["torch>=2.9", "torch==2.13.0"]
+CPU_TORCH += ["--extra-index-url=https://download.pytorch.org/whl/cpu"]
+CASES = {  # what is installed: (versions, the driver, what is asked of pip)
+    "nothing is missing": ({}, driver(0), []),
+    "Colab's": (COLAB, driver(1), [*COLAB_LACKS, "torch==2.11.0+cu128"]),
+    "an older Unsloth": ({"unsloth": "2026.3.11"}, driver(1), ["unsloth>=2026.10.9"]),
+    "unsloth, which wants a GPU": ({"unsloth": "missing"}, NO_DRIVER, []),
+    "a libcuda without its symbols": ({"unsloth": "missing"}, STUB, []),
+    "torch without a GPU": (NONE, NO_DRIVER, [*CPU_TORCH, "triton>=3.5", "numpy"]),
+    "NGC's torch": ({"torch": "2.9.0a0+nv25.9", "unsloth": "2026.10.9"}, driver(1), []),
+    "too old a torch": ({"torch": "2.8.0"}, driver(0), ["torch>=2.9", "torch==2.8.0"]),
+    "too old a tabulate": ({"tabulate": "0.8.9"}, driver(0), ["tabulate>=0.9"]),
+    "a package that half an install left": ({"tqdm": None}, driver(0), ["tqdm"]),
+}
+SAID = "error: externally-managed-environment\n\n× This environment → is managed\nhint: a help page"
+
+
 @contextlib.contextmanager
-def machine(versions, n_gpus, pip=FAILED):
+def machine(versions, driver, pips_status=1):
     """There these versions are installed, the others are those at hand; gives pip's stand-in."""
     at_hand = importlib.metadata.version
 
     def version(package):
         found = versions[package] if package in versions else at_hand(package)
-        if found == MISSING:
+        if found == "missing":
             raise importlib.metadata.PackageNotFoundError(package)
         return found
 
+    done = subprocess.CompletedProcess([], pips_status, stderr=SAID)
     with (
         mock.patch("importlib.metadata.version", version),
-        mock.patch("ctypes.CDLL", lambda name: driver_of(n_gpus)),
-        mock.patch("subprocess.run", return_value=pip) as run,
+        mock.patch("ctypes.CDLL", side_effect=[driver, driver]),
+        mock.patch("subprocess.run", return_value=done) as pip,
     ):
-        yield run
+        yield pip
 
 
 def install():
@@ -116,8 +104,8 @@ def install():
 
 @pytest.mark.parametrize("case", CASES)
 def test_pip_gets_what_is_missing_and_moves_nothing_else(case):
-    versions, n_gpus, asked = CASES[case]
-    with machine(versions, n_gpus) as pip:
+    versions, driver, asked = CASES[case]
+    with machine(versions, driver) as pip:
         if not asked:
             install()
             assert not pip.called
@@ -125,9 +113,8 @@ def test_pip_gets_what_is_missing_and_moves_nothing_else(case):
         with pytest.raises(RuntimeError, match=f"^pip failed:\n{SAID}$"):
             install()
     (command,), how = pip.call_args
-    pins = [
-        f"{name}=={importlib.metadata.version(name)}" for name in PINNED if name not in versions
-    ]
+    at_hand = set(NONE) - set(versions)  # these stay as they are
+    pins = [f"{name}=={importlib.metadata.version(name)}" for name in at_hand]
     assert command[:6] == [sys.executable, "-m", "pip", "install", "-qq", "--retries=1"]
     assert sorted(command[6:]) == sorted(asked + pins)
     assert how["encoding"] == "utf-8", "whatever the locale is"
@@ -135,8 +122,7 @@ def test_pip_gets_what_is_missing_and_moves_nothing_else(case):
 
 def test_what_pip_installed_where_python_does_not_look_asks_for_a_restart():
     """As with PIP_USER, and a user site made just now."""
-    done = subprocess.CompletedProcess([], 0, stderr="")
-    with machine({"tabulate": MISSING}, None, done):
+    with machine({"tabulate": "missing"}, NO_DRIVER, pips_status=0):
         with pytest.raises(RuntimeError, match="restart it, then run again"):
             install()
 
@@ -147,7 +133,7 @@ GPUS = {"Tesla P100": ((6, 0), None), "AMD Instinct MI300X": ((9, 4), "7.0")}
 @pytest.mark.parametrize("name", GPUS)
 def test_a_gpu_that_the_kernel_is_not_for_is_named(name):
     capability, hip = GPUS[name]
-    with machine({"unsloth": "2026.10.9"}, 1):
+    with machine({"unsloth": "2026.10.9"}, driver(1)):
         names, after = install()
     found = {"get_device_capability": lambda: capability, "get_device_name": lambda: name}
     with (
@@ -160,16 +146,14 @@ def test_a_gpu_that_the_kernel_is_not_for_is_named(name):
 
 
 def test_requirements_are_those_of_the_install_cell():
-    with machine({}, None):
+    with machine({}, NO_DRIVER):
         names, _ = install()
     listed = (ROOT / "requirements.txt").read_text().splitlines()
     assert set(listed) == set(names["PACKAGES"])
 
 
 def readme_command(heading):
-    """The README's shell lines below a heading that begins so."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.search(rf"## {heading}.*?```bash\n(.*?)\n```", text, re.S)[1]
+    return re.search(rf"## {heading}.*?```bash\n(.*?)\n```", README, re.S)[1]
 
 
 def test_ci_runs_the_readmes_test_command():
@@ -190,23 +174,20 @@ print(nf4_triton.dequantize_nf4.__doc__)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nbdev") is None, reason="needs nbdev")
-@pytest.mark.parametrize("mark", ["#| export", "# | export"])  # black writes the second
 def test_the_readmes_line_makes_a_module_that_needs_torch_triton_and_bitsandbytes_alone(
-    tmp_path, mark
+    tmp_path, monkeypatch
 ):
-    notebook = tmp_path / "nf4_triton.ipynb"
+    """Of the notebook as black writes it, too, which tests and tools load as well."""
     text = shared.NOTEBOOK.read_text(encoding="utf-8")
-    notebook.write_text(text.replace("#| export", mark), encoding="utf-8")
     line = re.search(r'python -c "(.*?)"', readme_command("Use"))[1]
-    line = line.replace("'nf4_triton.ipynb', '.'", f"{str(notebook)!r}, {str(tmp_path)!r}")
-    subprocess.run([sys.executable, "-c", line], cwd=tmp_path, check=True, capture_output=True)
+    notebook, module = tmp_path / "nf4_triton.ipynb", tmp_path / "nf4_triton.py"
+    found = []
+    for mark in ("#| export", "# | export"):
+        notebook.write_text(text.replace("#| export", mark), encoding="utf-8")
+        subprocess.run([sys.executable, "-c", line], cwd=tmp_path, check=True, capture_output=True)
+        monkeypatch.setattr(shared, "NOTEBOOK", notebook)
+        exported = module.read_text(encoding="utf-8").replace(mark, "")  # below a title it stays
+        found.append((exported, len(shared.definitions())))
+    assert found[0] == found[1]
     used = subprocess.run([sys.executable, "-c", USE], cwd=tmp_path, capture_output=True, text=True)
     assert "with bitsandbytes' bits" in used.stdout, used.stderr
-
-
-def test_a_mark_as_black_writes_it_is_an_export(tmp_path, monkeypatch):
-    text = shared.NOTEBOOK.read_text(encoding="utf-8")
-    (tmp_path / "black.ipynb").write_text(text.replace("#| export", "# | export"), encoding="utf-8")
-    before = shared.definitions()
-    monkeypatch.setattr(shared, "NOTEBOOK", tmp_path / "black.ipynb")
-    assert len(shared.definitions()) == len(before)

@@ -1,12 +1,11 @@
-"""Protects whoever takes a run in or runs a tool: right figures, else a sentence, nothing half done."""
+"""Protects whoever takes a run in, or runs a tool: right figures, or a sentence; none half done."""
 
 import json
 import math
 import os
-import subprocess
-import sys
-import types
+import shutil
 
+import helpers
 import nbformat
 import pytest
 import record
@@ -16,19 +15,6 @@ import torch
 import training
 
 ROOT = shared.ROOT
-
-
-def test_what_notebook_and_readme_state_is_what_is_recorded():
-    found = record.generated()
-    notebook = nbformat.read(ROOT / "nf4_triton.ipynb", as_version=4)
-    cells = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for names, text in (({"record", "t4"}, "\n".join(cells)), ({"record", "training"}, readme)):
-        assert {name for name in found if f"<!-- {name}:start -->" in text} == names
-        assert record.with_blocks(text, found) == text, "run .venv/bin/python tools/record.py"
-    assert set(found) == {"record", "t4", "training"}
-
-
 ROWS = {  # of the record: the fields of each
     "kernels": {"shape", "format", "dtype", "ours_us", "unsloth_us", "copy_us"},
     "official": {"dtype", "who", "seconds"},
@@ -36,6 +22,24 @@ ROWS = {  # of the record: the fields of each
     "call": {"rung", "us", "issue_us"},
     "compile": {"function", "dtype", "bit_equal", "compiled"},
 }
+
+
+def notebook_of(folder):
+    return nbformat.read(folder / "nf4_triton.ipynb", as_version=4)
+
+
+def readme_of(folder):
+    return (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_what_notebook_and_readme_state_is_what_is_recorded():
+    found = record.generated()
+    cells = [cell.source for cell in notebook_of(ROOT).cells if cell.cell_type == "markdown"]
+    texts = {"\n".join(cells): {"record", "t4"}, readme_of(ROOT): {"record", "training"}}
+    for text, names in texts.items():
+        assert {name for name in found if f"<!-- {name}:start -->" in text} == names
+        assert record.with_blocks(text, found) == text, "run .venv/bin/python tools/record.py"
+    assert set(found) == {"record", "t4", "training"}
 
 
 def test_the_record_is_whole_and_of_the_outputs_that_are_shown():
@@ -53,25 +57,17 @@ def test_the_record_is_whole_and_of_the_outputs_that_are_shown():
     assert "{gpu}, {date}; host: {cpu}, {cores} cores".format(**shown) in outputs
 
 
-def notebook_of(folder):
-    return nbformat.read(folder / "nf4_triton.ipynb", as_version=4)
-
-
-# Taking a run in.
-
-
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """A copy of the README and the notebook, as if it had just run; without results."""
-    folder = tmp_path / "project"
-    (folder / "results").mkdir(parents=True)
-    (folder / "README.md").write_bytes((ROOT / "README.md").read_bytes())
+    monkeypatch.setattr(shared, "ROOT", tmp_path / "project")
+    monkeypatch.setattr(shared, "RESULTS", tmp_path / "project" / "results")
+    shared.RESULTS.mkdir(parents=True)
+    shutil.copy(ROOT / "README.md", shared.ROOT)
     notebook = notebook_of(ROOT)
     notebook.metadata["code"] = record.code_hash(notebook)
-    nbformat.write(notebook, folder / "nf4_triton.ipynb")
-    monkeypatch.setattr(shared, "ROOT", folder)
-    monkeypatch.setattr(shared, "RESULTS", folder / "results")
-    return folder
+    nbformat.write(notebook, shared.ROOT / "nf4_triton.ipynb")
+    return shared.ROOT
 
 
 @pytest.fixture
@@ -79,86 +75,33 @@ def run(tmp_path, project):
     """A folder with a run, to be taken into the project."""
     folder = tmp_path / "run"
     (folder / "results").mkdir(parents=True)
+    for path in (ROOT / "results").glob("nvidia-*"):
+        shutil.copy(path, folder / "results")
     notebook = notebook_of(project)
     for cell in record.code_cells(notebook):
         cell.execution_count, cell.outputs = 1, []
     nbformat.write(notebook, folder / "nf4_triton.ipynb")
-    for path in (ROOT / "results").glob("nvidia-*"):
-        (folder / "results" / path.name).write_bytes(path.read_bytes())
     return folder
 
 
+def record_in(run):
+    return next(run.glob("results/*.json"))
+
+
 def edit_record(run, **fields):
-    (path,) = (run / "results").glob("*.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    content = json.loads(record_in(run).read_text()) | fields
+    record_in(run).write_text(json.dumps(content))
+
+
+def edit_ratios(run, ratio):
+    race = json.loads(record_in(run).read_text())["race"]
+    edit_record(run, race=[row | {"ratio": ratio} for row in race])
 
 
 def edit_notebook(run, **fields):
     notebook = notebook_of(run)
-    for name, value in fields.items():
-        setattr(record.code_cells(notebook)[3], name, value)
+    record.code_cells(notebook)[3].update(fields)
     nbformat.write(notebook, run / "nf4_triton.ipynb")
-
-
-def race_of(run, **ratios):
-    """The run's race, with other ratios over Unsloth in these dtypes."""
-    race = json.loads(next(run.glob("results/*.json")).read_text())["race"]
-    for row in race:
-        if row["who"] == "unsloth" and row["dtype"] in ratios:
-            row["ratio"] = ratios[row["dtype"]]
-    return race
-
-
-def test_a_run_is_taken_in_whole_and_once(run):
-    """In the place of another GPU's: of that its line stays."""
-    before = {"gpu": "Tesla T4", "ratios": {"unsloth": {"mix": 1.2}}}
-    shared.write({shared.RESULTS / "runs.json": [before]})
-    for name in ("tesla-t4.json", "tesla-t4-race.png"):
-        (shared.RESULTS / name).write_text("")
-    edit_record(run, race=race_of(run, mix=98.76))
-    output = nbformat.v4.new_output("stream", text="as this run says: → 98.76")
-    edit_notebook(run, outputs=[output])
-    for _ in range(2):
-        record.main([str(run)])
-    assert [each["gpu"] for each in shared.stored("runs")] == [
-        "Tesla T4",
-        record.shown_record()["gpu"],
-    ]
-    names = {path.name for path in (run / "results").iterdir()}
-    assert {path.name for path in shared.RESULTS.iterdir()} == {*names, "runs.json"}
-    notebook = notebook_of(shared.ROOT)
-    assert record.code_cells(notebook)[3].outputs == [output]
-    readme = (shared.ROOT / "README.md").read_text(encoding="utf-8")
-    for text in (nbformat.writes(notebook), readme):
-        assert " 98.76 |" in text and "range of 2 runs" not in text, "one is of another GPU"
-    edit_record(run, race=race_of(run, mix=1.23))
-    record.main([str(run)])
-    readme = (shared.ROOT / "README.md").read_text(encoding="utf-8")
-    assert "range of 2 runs" in readme and "1.23 to 98.76" in readme and "→" in readme
-
-
-LATIN_1 = """
-import sys, shared, record
-from pathlib import Path
-shared.ROOT = Path(sys.argv[1])
-shared.RESULTS = shared.ROOT / "results"
-record.main([sys.argv[2]])
-"""
-
-
-def test_files_are_utf_8_in_any_locale(run, project):
-    edit_notebook(run, outputs=[nbformat.v4.new_output("stream", text="→")])
-    environment = os.environ | {"LC_ALL": "en_US.ISO-8859-1", "PYTHONUTF8": "0"}
-    environment |= {"PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT / "tools")}
-    command = [sys.executable, "-c", LATIN_1, project, run]
-    before = (project / "README.md").read_text(encoding="utf-8").count("→")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (project / "README.md").read_text(encoding="utf-8").count("→") == before > 0
-    assert "→" in (project / "nf4_triton.ipynb").read_text(encoding="utf-8")
-
-
-ERROR = nbformat.v4.new_output("error", ename="E", evalue="", traceback=[])
 
 
 def add_a_cell(run):
@@ -167,6 +110,51 @@ def add_a_cell(run):
     nbformat.write(notebook, run / "nf4_triton.ipynb")
 
 
+def test_a_run_is_taken_in_whole_and_once(run, project):
+    """In the place of another GPU's: of that its line stays."""
+    before = {"gpu": "Tesla T4", "ratios": {"unsloth": {"mix": 1.2}}}
+    shared.write({shared.RESULTS / "runs.json": [before]})
+    for name in ("tesla-t4.json", "tesla-t4-race.png"):
+        (shared.RESULTS / name).write_text("")
+    edit_ratios(run, 98.76)
+    output = nbformat.v4.new_output("stream", text="as this run says: → 98.76")
+    edit_notebook(run, outputs=[output])
+    for _ in range(2):
+        record.main([str(run)])
+    gpus = [each["gpu"] for each in shared.stored("runs")]
+    assert gpus == ["Tesla T4", record.shown_record()["gpu"]]
+    names = {path.name for path in (run / "results").iterdir()}
+    assert {path.name for path in shared.RESULTS.iterdir()} == {*names, "runs.json"}
+    notebook = notebook_of(project)
+    assert record.code_cells(notebook)[3].outputs == [output]
+    for text in (nbformat.writes(notebook), readme_of(project)):
+        assert " 98.76 |" in text and "range of 2 runs" not in text, "one is of another GPU"
+    edit_ratios(run, 1.23)
+    record.main([str(run)])
+    readme = readme_of(project)
+    assert "range of 2 runs" in readme and "1.23 to 98.76" in readme and "→" in readme
+
+
+LATIN_1 = """
+import shared, record
+from pathlib import Path
+shared.ROOT = Path({!r})
+shared.RESULTS = shared.ROOT / "results"
+record.main([{!r}])
+"""
+
+
+def test_files_are_utf_8_in_any_locale(run, project):
+    edit_notebook(run, outputs=[nbformat.v4.new_output("stream", text="→")])
+    before = readme_of(project).count("→")
+    locale = {"LC_ALL": "en_US.ISO-8859-1", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = helpers.in_a_process(LATIN_1.format(str(project), str(run)), **locale)
+    assert done.returncode == 0, done.stderr
+    assert readme_of(project).count("→") == before > 0
+    assert "→" in (project / "nf4_triton.ipynb").read_text(encoding="utf-8")
+
+
+ERROR = nbformat.v4.new_output("error", ename="E", evalue="", traceback=[])
 REFUSED = {  # what is wrong with a run: (how, the words that are said)
     "a cell more": (add_a_cell, "code differs"),
     "another notebook's": (lambda run: edit_notebook(run, source="x = 1"), "code differs"),
@@ -176,23 +164,18 @@ REFUSED = {  # what is wrong with a run: (how, the words that are said)
     "no race": (lambda run: edit_record(run, race=[]), "lacks race"),
     "no name of the processor": (lambda run: edit_record(run, cpu=""), "lacks cpu: run the"),
     "no picture": (lambda run: next(run.glob("results/*race.png")).unlink(), "no picture"),
-    "no record": (lambda run: next(run.glob("results/*.json")).unlink(), "expected"),
-    "cut short": (lambda run: next(run.glob("results/*.json")).write_text("{"), "cannot be read"),
+    "no record": (lambda run: record_in(run).unlink(), "expected"),
+    "cut short": (lambda run: record_in(run).write_text("{"), "cannot be read"),
+    "no git": (lambda run: os.environ.update(PATH=""), "git, .* is missing: install it"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_run_with_a_fault_changes_nothing(run, name):
+def test_a_run_with_a_fault_changes_nothing(run, monkeypatch, name):
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # which is put back
     spoil, words = REFUSED[name]
     spoil(run)
     with pytest.raises(SystemExit, match=words):
-        record.take(run)
-    assert not list(shared.RESULTS.iterdir())
-
-
-def test_without_git_a_sentence_says_so_and_nothing_changes(run, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(SystemExit, match="git, .* is missing: install it"):
         record.take(run)
     assert not list(shared.RESULTS.iterdir())
 
@@ -205,35 +188,34 @@ def test_what_is_interrupted_leaves_what_was_there(tmp_path, monkeypatch):
 
 
 def test_the_record_stays_valid_after_a_comment_and_says_what_to_run_after_code(project):
-    path = project / "nf4_triton.ipynb"
-    notebook = notebook_of(project)
+    notebook, path = notebook_of(project), project / "nf4_triton.ipynb"
+    to_run = "code cells differ.*run the notebook.*record.py run"
     for cell in record.code_cells(notebook):
         cell.source += "\n\n# a comment"
     nbformat.write(notebook, path)
     record.main(["check"])
-    marked = notebook.copy()
-    record.code_cells(notebook)[-1].source += "\nprint()"
+    cell.source += "\nprint()"
     nbformat.write(notebook, path)
-    with pytest.raises(SystemExit, match="code cells differ.*run the notebook.*record.py run"):
+    with pytest.raises(SystemExit, match=to_run):
         record.main(["check"])
-    del marked.metadata["code"]
-    nbformat.write(marked, path)
-    with pytest.raises(SystemExit, match="code cells differ.*run the notebook"):
+    del notebook.metadata["code"]
+    nbformat.write(notebook, path)
+    with pytest.raises(SystemExit, match=to_run):
         record.main(["check"])
 
 
-def test_a_run_on_a_t4_takes_the_place_of_the_estimate(run):
+def test_a_run_on_a_t4_takes_the_place_of_the_estimate(run, project):
     estimate = shared.stored("t4", ROOT / "results")
     estimate["record"]["host_us"]["ours"] += 1  # of another GPU's host
     sm_75 = shared.stored("sm_75", ROOT / "results")
     shared.write({shared.RESULTS / "t4.json": estimate, shared.RESULTS / "sm_75.json": sm_75})
     edit_record(run, gpu="Tesla T4")
-    name = next(run.glob("results/*.json")).stem
+    name = record_in(run).stem
     for path in (run / "results").iterdir():
         path.rename(path.with_name(path.name.replace(name, "tesla-t4")))
     record.main([str(run)])
     record.main(["check"])
-    readme = (shared.ROOT / "README.md").read_text(encoding="utf-8")
+    readme = readme_of(project)
     assert "**Tesla T4, " in readme and "No time has been measured" not in readme
 
 
@@ -245,9 +227,6 @@ def test_an_estimate_of_another_run_than_the_one_shown_is_noticed(project):
     shared.write({shared.RESULTS / "t4.json": estimate})
     with pytest.raises(SystemExit, match="another run: run tools/t4.py estimate"):
         record.check()
-
-
-# The estimate for a T4.
 
 
 def record_of(**other):
@@ -292,9 +271,8 @@ def test_the_estimate_is_what_is_worked_out_by_hand(tmp_path):
 
 def test_an_unlikely_row_of_the_estimate_does_not_set_the_first_screens_range():
     estimate = [{"factor": 0.5, "over_unsloth": 1.04, "over_three_launches": 1.1}]
-    estimate += [
-        {"factor": 2, "over_unsloth": over, "over_three_launches": 1.3} for over in (1.1, 1.2)
-    ]
+    estimate.append({"factor": 2, "over_unsloth": 1.1, "over_three_launches": 1.3})
+    estimate.append({"factor": 2, "over_unsloth": 1.2, "over_three_launches": 1.3})
     run = record_of(cpu="x", cores=2, seconds=60, exact={"checked": 1, "differing": 0}, race=[])
     text = record.record_block(run, [], {"estimate": estimate}, None)
     assert "1.10 to 1.20 times today's Unsloth" in text
@@ -320,8 +298,6 @@ def test_no_estimate_without_what_it_needs(tmp_path, lacking):
     assert sorted(tmp_path.iterdir()) == before
 
 
-# What training gains.
-
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 
@@ -337,35 +313,3 @@ def test_a_llama_is_trained_both_ways_in_both_states_and_wrong_losses_are_found(
     steps = {who: lambda x=x: [torch.tensor(x)] for who, x in (("stock", 1.0), ("ours", math.nan))}
     with pytest.raises(SystemExit, match="results differ, or are not finite: nothing was written"):
         training.measured({"model": "a model"}, steps, rounds=1)
-
-
-def test_unsloths_mlp_is_run_both_ways_and_its_bits_compared(nf4, device, monkeypatch):
-    used = []  # the function of each dequantization, by a stand-in of Unsloth, which needs a GPU
-    utils, fast_lora = types.ModuleType("utils"), types.ModuleType("fast_lora")
-    utils.fast_dequantize = fast_lora.fast_dequantize = lambda W, quant_state: nf4.spec(
-        W, quant_state
-    )
-
-    def linear(layer, x, kernels):
-        weight = layer.base_layer.weight
-        used.append(kernels.fast_dequantize)
-        adapted = layer.lora_B["default"](layer.lora_A["default"](x.float()))
-        return x @ kernels.fast_dequantize(weight, weight.quant_state).t() + adapted.bfloat16()
-
-    def apply_lora_mlp_swiglu(mlp, x, inplace):
-        gate = mlp.act_fn(linear(mlp.gate_proj, x, utils))
-        return linear(mlp.down_proj, gate * linear(mlp.up_proj, x, fast_lora), utils)
-
-    fast_lora.apply_lora_mlp_swiglu = apply_lora_mlp_swiglu
-    kernels = types.SimpleNamespace(utils=utils, fast_lora=fast_lora)
-    monkeypatch.setitem(sys.modules, "unsloth", types.SimpleNamespace(kernels=kernels))
-    monkeypatch.setitem(sys.modules, "unsloth.kernels", kernels)
-    rows = training.measure_mlps(nf4, TINY, device, (64,), rounds=2)
-    assert [(row["tokens"], row["who"]) for row in rows] == [
-        ("1 x 64", "stock"),
-        ("1 x 64", "ours"),
-    ]
-    assert [used.count(function) for function in set(used)] == [15, 15]  # 3 of an MLP, in 5 steps
-    monkeypatch.setattr(nf4, "dequantize_nf4", lambda weight, state: -nf4.spec(weight, state))
-    with pytest.raises(SystemExit, match="results differ"):
-        training.measure_mlps(nf4, TINY, device, (64,), rounds=2)

@@ -4,8 +4,8 @@
     .venv/bin/python tools/record.py          the blocks alone, from what stands in results/
     .venv/bin/python tools/record.py check    whether outputs and record are of the code as it is
 
-A block lies between <!-- NAME:start --> and <!-- NAME:end -->. results/runs.json lists all runs of
-this code; the latest is shown. Where anything speaks against a run, it is said, and nothing changes.
+A block lies between <!-- NAME:start --> and <!-- NAME:end -->. results/runs.json lists the runs of
+this code; the latest is shown. What speaks against a run is said, and then nothing changes.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ EXPECTED = """**What to expect: an estimate, not a measurement.** For the test's
     seconds = bytes moved / (share x a copy's speed on a T4) + 9000 x host's time a call x factor
 
 The host's time is what a call takes beyond its kernel (cold cache) in the race of {gpu}, {date}.
-All three are given the same share of a copy's speed, and the factor (how much slower a T4's host is)
-by which the three launches take a published time. Those times are of an older stack than today's,
-each from one host. A factor below 1, a faster host, is unlikely, and left out of the first screen."""
+All get one share of a copy's speed, and one factor (how much slower a T4's host is), by which the
+three launches take a published time: of an older stack, on one host. A factor below 1, a faster
+host, is unlikely: the first screen leaves it out."""
 PROGRESS = re.compile(r"\s*(rounds:.*)?", re.S)  # bars that have come to their end
 TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run/"
 
@@ -109,37 +109,29 @@ def t4_block(t4, record, sm_75):
         rows.append(line | {"over three launches": f"{row['over_three_launches']:.2f}"})
     sources = [f"[{each['what']}]({each['url']}): {each['value']:g}" for each in t4["sources"]]
     factors = [row["factor"] for row in t4["estimate"] if row["factor"] >= 1]
-    minutes = [f"{record['seconds'] / 60 * factor:.0f}" for factor in (min(factors), max(factors))]
-    of_3_6 = [row for row in sm_75 if row["triton"] == "3.6.0" and row["absmax"] == "nested"]
-    counts = {row["dtype"]: row["instructions_per_weight"] for row in of_3_6}
-    return "\n\n".join(
-        [
-            "By Colab's Triton a T4 executes {float16:.1f} instructions a weight in fp16, "
-            "{bfloat16:.1f} in bf16.".format(**counts),
-            EXPECTED.format(**t4["record"]),
-            markdown(rows),
-            f"Sources: {'; '.join(sources)}.",
-            f"By the same factors *Run all* takes a T4's host {minutes[0]} to {minutes[1]} minutes, "
-            "installation aside.",
-        ]
+    minutes = [round(record["seconds"] / 60 * factor) for factor in (min(factors), max(factors))]
+    colabs = [row for row in sm_75 if row["triton"] == "3.6.0" and row["absmax"] == "nested"]
+    counts = {row["dtype"]: row["instructions_per_weight"] for row in colabs}
+    code = (
+        "By Colab's Triton it takes {float16:.1f} instructions a weight in fp16, {bfloat16:.1f} in"
     )
+    last = "By these factors *Run all* takes {} to {} minutes there, beside installation."
+    paragraphs = [f"{code} bf16.".format(**counts), EXPECTED.format(**t4["record"])]
+    paragraphs += [markdown(rows), f"Sources: {'; '.join(sources)}.", last.format(*minutes)]
+    return "\n\n".join(paragraphs)
 
 
 def training_block(training):
     rows = {}
     for row in training["rows"]:
-        key = (row["model"], row["state"], row["tokens"])
-        line = rows.setdefault(key, {"a training step of": row["model"]})
-        line |= {"its states in": row["state"], "tokens": row["tokens"]}
-        line[f"{row['who']}, ms"] = f"{row['ms']:.2f}"
-        rows[key] = line
+        line = rows.setdefault((row["model"], row["state"], row["tokens"]), {})
+        line |= {"a training step of": row["model"], "its states in": row["state"]}
+        line |= {"tokens": row["tokens"], f"{row['who']}, ms": f"{row['ms']:.2f}"}
     for line in rows.values():
         line["stock / ours"] = f"{float(line['stock, ms']) / float(line['ours, ms']):.2f}"
-    stock = (
-        "*Stock* is bitsandbytes, or Unsloth for its MLP; *ours* is within `in_bitsandbytes`, or "
-    )
-    caption = f"{stock}has the lines above. {training['gpu']}, {training['date']}:"
-    return f"{caption}\n\n{markdown(rows.values())}"
+    stock = "*Stock* is bitsandbytes, or Unsloth for its MLP; *ours* is within `in_bitsandbytes`,"
+    origin = f"{training['gpu']}, {training['date']}"
+    return f"{stock} or has the lines above. {origin}:\n\n{markdown(rows.values())}"
 
 
 def generated():

@@ -18,7 +18,6 @@ import dataclasses
 import datetime
 import functools
 import itertools
-import json
 import math
 import os
 import statistics
@@ -28,22 +27,23 @@ from pathlib import Path
 
 import shared
 
+GITHUB = "https://github.com/"
 COPY = {
-    "what": "a copy within a T4's memory, GB/s",
+    "what": "a T4's copy, GB/s",
     "value": 240.0,
-    "url": "https://github.com/router-gao/cuda-demo/blob/HEAD/cuda-samples/02-cuda-bandwidth.md",
+    "url": GITHUB + "router-gao/cuda-demo/blob/HEAD/cuda-samples/02-cuda-bandwidth.md",
 }
 PUBLISHED = (
     {
-        "what": "test_dequantize by the three launches on a T4, seconds",
+        "what": "three launches, s",
         "value": 3.714,
-        "url": "https://github.com/daver987/unsloth-mojo/blob/"
-        "aaac3fdaa1374f1d8c1ed67c9fab43c7ef73ea18/Unsloth_Mojo_Puzzles.ipynb",
+        "url": GITHUB + "daver987/unsloth-mojo/blob/aaac3fdaa1374f1d8c1ed67c9fab43c7ef73ea18/"
+        "Unsloth_Mojo_Puzzles.ipynb",
     },
     {
-        "what": "the same elsewhere, the least of thirty runs, seconds",
+        "what": "the least of thirty runs, s",
         "value": 4.116,
-        "url": "https://github.com/Talel-bm/Optimized-NF4-dequantization/blob/"
+        "url": GITHUB + "Talel-bm/Optimized-NF4-dequantization/blob/"
         "75714c480d9a78ce8755c4e7fd9fd995a71cb208/README.md",
     },
 )
