@@ -68,8 +68,9 @@ ROWS = {  # {file: {fault: (text, replacement, which of its tests, to be quick)}
         "backward left to stock": ('_4bit", ours)', '_4bit", theirs)', "stocks"),
         "forward left to stock": ("(ops, PRIVATE, linear))", "(ops, PRIVATE))", "many_tokens"),
         "contexts are not counted": ("OPEN.pop()", "OPEN.clear()", "puts"),
-        "no output is filled": ("if out is None:\n        try", "if 1:\n        try", "refuses"),
-        "a refusal is the end": ("except (TypeError, ValueError):", "except KeyError:", "refuses"),
+        "no output is filled": ("if out is None and (", "if (", "refuses"),
+        "a refusal is the end": ("(TypeError, ValueError, Ru", "(KeyError, Ru", "refuses"),
+        "a CPU's weight is ours": ("(A.is_cuda and torch.version.cuda)", "True", "on_the_cpu"),
     },
     "test_harness.py": {
         "against itself": ("fx, layers), right))", "fx, layers), map(fx, layers)))", "wrong_bits"),

@@ -27,6 +27,7 @@ PASSED = {  # how the packed weight may come: bytes are bytes
     "one byte on": lambda weight: helpers.moved(weight, 1),
     "transposed": lambda weight: weight.t(),
     "every second byte of a buffer": helpers.every_second,
+    "one row, expanded": lambda weight: weight[:1].expand(weight.shape),
     "columns first": lambda weight: weight.view(8, -1).t().contiguous().t(),
 }
 for name in "int8 int16 int32 int64 float16 bfloat16 float32 float64 float8_e4m3fn bool".split():

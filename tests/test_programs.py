@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib.util
 import inspect
+import pickle
 import re
 import sys
 import types
@@ -85,7 +86,9 @@ def test_outputs_and_gradients_are_stocks_to_the_bit(nf4, device, ours, cuda_ops
 
     wanted = results()
     with nf4.in_bitsandbytes():
-        assert inspect.signature(bnb.functional.dequantize_4bit) == inspect.signature(STOCK)
+        replaced = bnb.functional.dequantize_4bit
+        assert inspect.signature(replaced) == inspect.signature(STOCK)
+        assert pickle.loads(pickle.dumps(replaced)) is replaced
         assert n_differing(nf4, results(), wanted) == 0
     assert n_differing(nf4, results(), wanted) == 0, "and after it"
     returned = [call for call in ours.call_args_list if call.args[1].quant_type == "nf4"]
@@ -122,9 +125,11 @@ def test_what_ours_refuses_is_theirs(nf4, device, monkeypatch):
     weight, state = nf4.quantized((64, 64), torch.float16, device)
     refused = copy.deepcopy(state)
     refused.state2.dtype = torch.float16  # as a weight has it that was on a CPU
+    of_python = copy.deepcopy(state)
+    of_python.offset = 0.5
     out = torch.empty(64, 64, dtype=torch.float16, device=device)
     with nf4.in_bitsandbytes():
-        for given, filled in ((None, None), (refused, None), (state, out)):
+        for given, filled in ((None, None), (refused, None), (of_python, None), (state, out)):
             assert bnb.functional.dequantize_4bit(weight, given, None, filled) == "theirs"
             theirs.assert_called_with(weight, given, None, filled)
 
@@ -143,34 +148,38 @@ def test_without_the_private_place_forward_stays_theirs(nf4, monkeypatch, caplog
     caplog.clear()
 
 
-def crosswise(context):
-    a, b = context(), context()
+def crosswise(nf4):
+    """The second by the same cell, run again; so it is by another copy of the module."""
+    names = dict(vars(nf4))
+    a = nf4.in_bitsandbytes()
     a.__enter__()
+    shared.execute(shared.defining("in_bitsandbytes"), "again", names)
+    b = names["in_bitsandbytes"]()
     b.__enter__()
     a.__exit__(None, None, None)
     assert bnb.functional.dequantize_4bit is not STOCK, "b is still open"
     b.__exit__(None, None, None)
 
 
-def in_threads(context):
+def in_threads(nf4):
     def enter(_):
         for _ in range(30):
-            with context():
+            with nf4.in_bitsandbytes():
                 assert bnb.functional.dequantize_4bit is not STOCK
 
     with futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(enter, range(4)))
 
 
-def with_an_error(context):
-    with contextlib.suppress(KeyError), context():
+def with_an_error(nf4):
+    with contextlib.suppress(KeyError), nf4.in_bitsandbytes():
         raise KeyError
 
 
 @pytest.mark.parametrize("way", [crosswise, in_threads, with_an_error])
 def test_the_last_context_puts_bitsandbytes_back(nf4, cuda_ops, way):
     product = getattr(cuda_ops, PRIVATE)
-    way(nf4.in_bitsandbytes)
+    way(nf4)
     assert bnb.functional.dequantize_4bit is STOCK and getattr(cuda_ops, PRIVATE) is product
 
 
@@ -187,6 +196,16 @@ def test_a_layer_is_traced_vmapped_and_differentiated_as_without_us(nf4, device)
     wanted = list(results())
     with nf4.in_bitsandbytes():
         assert n_differing(nf4, list(results()), wanted) == 0
+
+
+def test_a_layer_on_the_cpu_is_compiled_as_without_us(nf4, monkeypatch):
+    """Where Triton compiles for a GPU, ours refuses it, and compiled code takes no exception."""
+    monkeypatch.setattr(nf4, "INTERPRETED", nf4.tl.constexpr(False))
+    layer, x = layer_of("cpu"), torch.randn(5, 64, dtype=torch.bfloat16)
+    want = layer(x)
+    with nf4.in_bitsandbytes():
+        got = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    assert nf4.bits_differing(got, want) == 0
 
 
 @pytest.mark.gpu
