@@ -201,11 +201,17 @@ def test_a_layer_is_traced_vmapped_and_differentiated_as_without_us(nf4, device)
 def test_a_layer_on_the_cpu_is_compiled_as_without_us(nf4, monkeypatch):
     """Where Triton compiles for a GPU, ours refuses it, and compiled code takes no exception."""
     monkeypatch.setattr(nf4, "INTERPRETED", nf4.tl.constexpr(False))
-    layer, x = layer_of("cpu"), torch.randn(5, 64, dtype=torch.bfloat16)
-    want = layer(x)
+    layer = layer_of("cpu")
+    x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def step(layer):
+        out = layer(x)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), x)]
+
+    wanted = step(layer)
     with nf4.in_bitsandbytes():
-        got = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
-    assert nf4.bits_differing(got, want) == 0
+        got = step(torch.compile(layer, fullgraph=True, backend="aot_eager"))
+    assert n_differing(nf4, got, wanted) == 0
 
 
 @pytest.mark.gpu
