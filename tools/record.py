@@ -37,9 +37,9 @@ EXPECTED = """**What to expect: an estimate, not a measurement.** For the test's
     seconds = bytes moved / (share x a copy's speed on a T4) + 9000 x host's time a call x factor
 
 The host's time is what a call takes beyond its kernel (cold cache) in the race of {gpu}, {date}.
-All get one share of a copy's speed, and one factor (how much slower a T4's host is), by which the
-three launches take a published time: of an older stack, on one host. A factor below 1, a faster
-host, is unlikely: the first screen leaves it out."""
+All get one share of a copy's speed, and one factor: how much slower a T4's host is. It is chosen so
+that the three launches take their published time, which is of an older stack, on one host. A factor
+below 1, a faster host, is unlikely: the range at the top leaves that row out."""
 PROGRESS = re.compile(r"\s*(rounds:.*)?", re.S)  # bars that have come to their end
 TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run/"
 
@@ -116,7 +116,8 @@ def t4_block(t4, record, sm_75):
         "By Colab's Triton it takes {float16:.1f} instructions a weight in fp16, {bfloat16:.1f} in"
     )
     last = "By these factors *Run all* takes {} to {} minutes there, beside installation."
-    paragraphs = [f"{code} bf16.".format(**counts), EXPECTED.format(**t4["record"])]
+    code = f"{code} bf16: even at half a T4's clock less time than its bytes take (predicted)."
+    paragraphs = [code.format(**counts), EXPECTED.format(**t4["record"])]
     paragraphs += [markdown(rows), f"Sources: {'; '.join(sources)}.", last.format(*minutes)]
     return "\n\n".join(paragraphs)
 
