@@ -95,7 +95,7 @@ def machine(versions, driver, pips_status=1):
 
 def install():
     """(the names that the cell has left before it imports torch, what follows there)."""
-    (source,) = [source for source in shared.code_cells() if "PACKAGES = " in source]
+    (source,) = [cell.source for cell in shared.code_cells() if "PACKAGES = " in cell.source]
     before, after = source.split("\nimport torch\n")
     names = {}
     exec(before, names)

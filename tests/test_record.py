@@ -65,7 +65,7 @@ def project(tmp_path, monkeypatch):
     shared.RESULTS.mkdir(parents=True)
     shutil.copy(ROOT / "README.md", shared.ROOT)
     notebook = notebook_of(ROOT)
-    notebook.metadata["code"] = record.code_hash(notebook)
+    notebook.metadata["code"] = shared.code_hash(notebook)
     nbformat.write(notebook, shared.ROOT / "nf4_triton.ipynb")
     return shared.ROOT
 
@@ -78,7 +78,7 @@ def run(tmp_path, project):
     for path in (ROOT / "results").glob("nvidia-*"):
         shutil.copy(path, folder / "results")
     notebook = notebook_of(project)
-    for cell in record.code_cells(notebook):
+    for cell in shared.code_cells(notebook):
         cell.execution_count, cell.outputs = 1, []
     nbformat.write(notebook, folder / "nf4_triton.ipynb")
     return folder
@@ -100,7 +100,7 @@ def edit_ratios(run, ratio):
 
 def edit_notebook(run, **fields):
     notebook = notebook_of(run)
-    record.code_cells(notebook)[3].update(fields)
+    shared.code_cells(notebook)[3].update(fields)
     nbformat.write(notebook, run / "nf4_triton.ipynb")
 
 
@@ -126,7 +126,7 @@ def test_a_run_is_taken_in_whole_and_once(run, project):
     names = {path.name for path in (run / "results").iterdir()}
     assert {path.name for path in shared.RESULTS.iterdir()} == {*names, "runs.json"}
     notebook = notebook_of(project)
-    assert record.code_cells(notebook)[3].outputs == [output]
+    assert shared.code_cells(notebook)[3].outputs == [output]
     for text in (nbformat.writes(notebook), readme_of(project)):
         assert " 98.76 |" in text and "range of 2 runs" not in text, "one is of another GPU"
     edit_ratios(run, 1.23)
@@ -190,7 +190,7 @@ def test_what_is_interrupted_leaves_what_was_there(tmp_path, monkeypatch):
 def test_the_record_stays_valid_after_a_comment_and_says_what_to_run_after_code(project):
     notebook, path = notebook_of(project), project / "nf4_triton.ipynb"
     to_run = "code cells differ.*run the notebook.*record.py run"
-    for cell in record.code_cells(notebook):
+    for cell in shared.code_cells(notebook):
         cell.source += "\n\n# a comment"
     nbformat.write(notebook, path)
     record.main(["check"])

@@ -8,14 +8,11 @@ A block lies between <!-- NAME:start --> and <!-- NAME:end -->. results/runs.jso
 this code; the latest is shown. What speaks against a run is said, and then nothing changes.
 """
 
-import hashlib
-import io
 import json
 import re
 import shutil
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import nbformat
@@ -69,14 +66,15 @@ def from_to(values):
 
 def record_block(record, runs, t4, tests):
     rows = []
+    others = [run for run in runs if run["gpu"] != record["gpu"]]
     runs = [run for run in runs if run["gpu"] == record["gpu"]]
     for who, label in BASELINES.items():
         if ratios := of_race(record, who):  # not every machine has every contender
             row = {"speedup over": label.format(**record["versions"])}
             row |= {short: f"{ratios[dtype]:.2f}" for dtype, short in DTYPES.items()}
             if len(runs) > 1:
-                others = [run["ratios"][who]["mix"] for run in runs if who in run["ratios"]]
-                row[f"mix, range of {len(runs)} runs"] = from_to(others)
+                mixes = [run["ratios"][who]["mix"] for run in runs if who in run["ratios"]]
+                row[f"mix, range of {len(runs)} runs"] = from_to(mixes)
             rows.append(row)
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
     which = "; the latest run" if len(runs) > 1 else ""
@@ -85,8 +83,11 @@ def record_block(record, runs, t4, tests):
     found = f"* {exact.format(**record['exact'])}"
     if tests:
         tests = tests | {"failed": tests["failed"] + tests["error"]}
-        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped."
-        found += text.format(**tests)
+        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped"
+        found += text.format(**tests) + ", which need a CPU or a package index."
+    if others:
+        also = [f"{each['gpu']} {each['ratios']['unsloth']['mix']:.2f}" for each in others]
+        found += f"\n* This code on other GPUs, mix over today's Unsloth: {', '.join(also)}."
     paragraphs = [markdown(rows), f"{run}\n{found}"]
     if t4 and "T4" not in record["gpu"]:
         likely = [row for row in t4["estimate"] if row["factor"] >= 1]
@@ -167,28 +168,10 @@ def write_blocks():
     shared.write(files | {shared.ROOT / "README.md": with_blocks(readme, found)})
 
 
-def code_cells(notebook):
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def code_hash(notebook):
-    """Says which code the outputs are of, cell by cell; comments and empty lines do not count."""
-    lines = []
-    for cell in code_cells(notebook):
-        source = cell.source.splitlines()
-        for token in tokenize.generate_tokens(io.StringIO(cell.source).readline):
-            if token.type == tokenize.COMMENT:
-                row, column = token.start
-                source[row - 1] = source[row - 1][:column]
-        lines += [line.rstrip() for line in source if line.strip()]
-        lines.append("# the end of a cell")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
 def check():
     """Ends with a sentence unless outputs and record are of the code as it stands."""
     notebook = nbformat.read(shared.ROOT / "nf4_triton.ipynb", as_version=4)
-    if notebook.metadata.get("code") != code_hash(notebook):
+    if notebook.metadata.get("code") != shared.code_hash(notebook):
         raise SystemExit(f"code cells differ from those whose outputs and record stand: {TO_RUN}")
     shown, t4 = shown_record(), shared.stored("t4")
     # A T4's own run needs no estimate, and none is made without the three launches: it stays.
@@ -200,9 +183,9 @@ def check():
 
 def objections(record, executed, notebook, pictures):
     """A sentence for all that speaks against taking this run in."""
-    if code_hash(executed) != code_hash(notebook):
+    if shared.code_hash(executed) != shared.code_hash(notebook):
         yield "its code differs from the repository's: run the notebook again"
-    for cell in code_cells(executed):
+    for cell in shared.code_cells(executed):
         errors = [output for output in cell.outputs if output.output_type == "error"]
         if errors or not cell.execution_count:
             yield f"this cell was not run, or failed: {cell.source.splitlines()[0]}"
@@ -235,7 +218,7 @@ def take(folder):
     wrong = list(objections(record, executed, notebook, pictures))
     if wrong:
         raise SystemExit("\n".join([*wrong, "nothing was taken in"]))
-    for cell, ran in zip(code_cells(notebook), code_cells(executed), strict=True):
+    for cell, ran in zip(shared.code_cells(notebook), shared.code_cells(executed), strict=True):
         cell.outputs = [out for out in ran.outputs if not PROGRESS.fullmatch(out.get("text", "x"))]
         cell.execution_count = ran.execution_count
     ask = ["git", "-C", shared.ROOT, "rev-parse", "--short", "HEAD"]
@@ -244,7 +227,7 @@ def take(folder):
     run["ratios"] = {who: of_race(record, who) for who in BASELINES if of_race(record, who)}
     others = shared.stored("runs") or []
     runs = [each for each in others if each["ratios"] != run["ratios"]] + [run]  # each once
-    notebook.metadata["code"] = code_hash(notebook)
+    notebook.metadata["code"] = shared.code_hash(notebook)
     files = {shared.RESULTS / "runs.json": runs}
     files |= {shared.RESULTS / path.name: path.read_bytes() for path in (paths[0], *pictures)}
     shared.write(files | {shared.ROOT / "nf4_triton.ipynb": nbformat.writes(notebook) + "\n"})

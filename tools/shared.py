@@ -1,10 +1,13 @@
 """What tests and tools share: the notebook's definition cells as a module; files written whole."""
 
+import hashlib
+import io
 import json
 import linecache
 import os
 import re
 import sys
+import tokenize
 import types
 from pathlib import Path
 
@@ -16,9 +19,24 @@ NOTEBOOK = Path(os.environ.get("NF4_NOTEBOOK", ROOT / "nf4_triton.ipynb"))  # te
 DEFINITION = re.compile(r"(# @title .*\n)?# ?\| ?export")  # how a definition cell begins
 
 
-def code_cells():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+def code_cells(notebook=None):
+    """A notebook's code cells; by default those of NOTEBOOK."""
+    notebook = notebook or nbformat.read(NOTEBOOK, as_version=4)
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def code_hash(notebook):
+    """Says which code the outputs are of, cell by cell; comments and empty lines do not count."""
+    lines = []
+    for cell in code_cells(notebook):
+        source = cell.source.splitlines()
+        for token in tokenize.generate_tokens(io.StringIO(cell.source).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                source[row - 1] = source[row - 1][:column]
+        lines += [line.rstrip() for line in source if line.strip()]
+        lines.append("# the end of a cell")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def definitions(name="nf4_triton"):
@@ -27,9 +45,9 @@ def definitions(name="nf4_triton"):
     name  the operator's namespace: a module of another name has an operator of its own
     """
     found = []
-    for i, source in enumerate(code_cells()):
-        if DEFINITION.match(source):
-            source = source.replace("nf4_triton::", f"{name}::")
+    for i, cell in enumerate(code_cells()):
+        if DEFINITION.match(cell.source):
+            source = cell.source.replace("nf4_triton::", f"{name}::")
             source = source.replace("ops.nf4_triton", f"ops.{name}")
             found.append((f"{name}, code cell {i}", source))
     return found
