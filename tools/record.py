@@ -33,10 +33,10 @@ EXPECTED = """**What to expect: an estimate, not a measurement.** For the test's
 
     seconds = bytes moved / (share x a copy's speed on a T4) + 9000 x host's time a call x factor
 
-The host's time is what a call takes beyond its kernel (cold cache) in the race of {gpu}, {date}.
-All get one share of a copy's speed, and one factor: how much slower a T4's host is. It is chosen so
-that the three launches take their published time, which is of an older stack, on one host. A factor
-below 1, a faster host, is unlikely: the range at the top leaves that row out."""
+The host's time is a call's in the race of {gpu}, {date}, less its kernel's (cold cache).
+All get the same share of a copy's speed and the same factor, a T4's slower host. The factor is
+chosen so that the three launches take their published time (an older stack). Below 1 it is
+unlikely: the range at the top leaves that row out."""
 PROGRESS = re.compile(r"\s*(rounds:.*)?", re.S)  # bars that have come to their end
 TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run/"
 
@@ -83,20 +83,20 @@ def record_block(record, runs, t4, tests):
     found = f"* {exact.format(**record['exact'])}"
     if tests:
         tests = tests | {"failed": tests["failed"] + tests["error"]}
-        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped"
-        found += text.format(**tests) + ", which need a CPU or a package index."
+        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped."
+        found += text.format(**tests)
     if others:
         also = [f"{each['gpu']} {each['ratios']['unsloth']['mix']:.2f}" for each in others]
-        found += f"\n* This code on other GPUs, mix over today's Unsloth: {', '.join(also)}."
+        found += f"\n* On other GPUs, the mix over today's Unsloth: {', '.join(also)}."
     paragraphs = [markdown(rows), f"{run}\n{found}"]
     if t4 and "T4" not in record["gpu"]:
         likely = [row for row in t4["estimate"] if row["factor"] >= 1]
         over = from_to([row["over_unsloth"] for row in likely])
         older = from_to([row["over_three_launches"] for row in likely])
         paragraphs.append(
-            "**No time has been measured on a Tesla T4**: we had none. Our estimate there is "
-            f"{over} times today's Unsloth, where the challenge asks for 1.15, and {older} times "
-            "the three launches."
+            "**No time has been measured on a Tesla T4**: we had none. Our estimate there "
+            f"(section 7): {over} times today's Unsloth, {older} times the three launches. The "
+            "challenge asks for 1.15."
         )
     return "\n\n".join(paragraphs)
 
@@ -117,7 +117,7 @@ def t4_block(t4, record, sm_75):
         "By Colab's Triton it takes {float16:.1f} instructions a weight in fp16, {bfloat16:.1f} in"
     )
     last = "By these factors *Run all* takes {} to {} minutes there, beside installation."
-    code = f"{code} bf16: even at half a T4's clock less time than its bytes take (predicted)."
+    code = f"{code} bf16: less time than its bytes take, even at half the clock (predicted)."
     paragraphs = [code.format(**counts), EXPECTED.format(**t4["record"])]
     paragraphs += [markdown(rows), f"Sources: {'; '.join(sources)}.", last.format(*minutes)]
     return "\n\n".join(paragraphs)
