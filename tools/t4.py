@@ -125,7 +125,7 @@ def rehearse(folder):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rehearsal.json").unlink(missing_ok=True)
     notebook = nbformat.read(shared.ROOT / "nf4_triton.ipynb", as_version=4)
-    n_cells = len([cell for cell in notebook.cells if cell.cell_type == "code"])
+    n_cells = len(shared.code_cells(notebook))
     begin = f"import sys; sys.path.append({str(shared.ROOT / 'tools')!r})"
     notebook.cells.insert(0, nbformat.v4.new_code_cell(f"{begin}; import t4; t4.disguise()"))
     notebook.cells.append(nbformat.v4.new_code_cell("assert PLANS and all(TRIED.values())"))
