@@ -201,10 +201,13 @@ class Planned:
         assert self.ran(layer) == "operator" and self.nf4.PLANS
         return layer
 
+    def dequantize(self, layer):
+        return self.nf4.dequantize_nf4(layer.weight, layer.quant_state)
+
     def ran(self, layer):
         """What a call ran, "plan" or "operator"; its bits are right."""
         before = self.n_by_operator
-        out = self.nf4.your_dequantize_nf4(layer)
+        out = self.dequantize(layer)
         assert out.dtype == layer.quant_state.dtype and not out.requires_grad
         assert self.n_wrong(out, layer) == 0
         return "plan" if self.n_by_operator == before else "operator"

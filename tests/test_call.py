@@ -118,7 +118,7 @@ def test_no_kind_gets_anothers_plan(planned):
 
 def test_each_output_is_fresh(planned):
     layers = [planned.layer_with_plan(), planned.made(1), planned.made()]
-    outs = [planned.nf4.your_dequantize_nf4(layer) for layer in layers]
+    outs = [planned.dequantize(layer) for layer in layers]
     assert planned.n_by_operator == 1 and len({out.data_ptr() for out in outs}) == 3
     assert [planned.n_wrong(*pair) for pair in zip(outs, layers)] == [0, 0, 0]
 
@@ -131,7 +131,7 @@ def test_inference_mode_and_autocast_get_their_own(planned):
     for turn, context in enumerate(contexts):
         with context():
             ran = planned.ran(layer)
-            out = planned.nf4.your_dequantize_nf4(layer)
+            out = planned.dequantize(layer)
         if turn >= 4:  # each context's second time
             assert ran == "plan"
         assert out.is_inference() == (context is torch.inference_mode)
@@ -201,7 +201,7 @@ def forbidden(planned, asked):
 @pytest.mark.parametrize("asked", ["is_current_stream_capturing", "get_sync_debug_mode"])
 def test_where_waiting_is_forbidden_a_trial_is_left_to_a_later_call(planned, trials, asked):
     """But a known kernel's new shape waits for nobody, and leaves a plan."""
-    layer, fx = planned.made(), planned.nf4.your_dequantize_nf4
+    layer, fx = planned.made(), planned.dequantize
     with forbidden(planned, asked):
         outs = [fx(layer) for _ in range(2)]
     assert not trials.called and [planned.n_wrong(out, layer) for out in outs] == [0, 0]
@@ -282,7 +282,7 @@ def test_an_edited_kernel_is_followed(planned):
     edit_kernel(planned, helpers.DOUBLED)
     want = 2 * planned.nf4.spec(layer.weight, layer.quant_state)
     for _ in range(2):
-        out = planned.nf4.your_dequantize_nf4(layer)
+        out = planned.dequantize(layer)
         assert planned.nf4.bits_differing(out, want) == 0
 
 
@@ -317,8 +317,8 @@ def test_a_graph_is_captured_and_replayed(planned, has_plan):
         planned.nf4.PLANS.clear()
     graph = torch.cuda.CUDAGraph()
     with concurrent.futures.ThreadPoolExecutor(1) as pool, torch.cuda.graph(graph):
-        out = planned.nf4.your_dequantize_nf4(layer)
-        beside = pool.submit(planned.nf4.your_dequantize_nf4, other).result()
+        out = planned.dequantize(layer)
+        beside = pool.submit(planned.dequantize, other).result()
     layer.weight.copy_(layer.weight.flip(0))
     out.zero_()
     graph.replay()
@@ -355,19 +355,3 @@ def test_a_long_run_does_not_grow(nf4):
             gc.collect()
             held.append(torch.cuda.memory_allocated())
     assert held[0] == held[1]
-
-
-def test_a_layer_whose_weight_was_replaced_has_the_new_ones_state(nf4, device):
-    """layer.quant_state is still the old weight's: of another dtype, and other scales."""
-    layer = nf4.bnb_Linear4bit(64, 32).to(device)
-    other = nf4.bnb_Linear4bit(64, 32).to(device)
-    stale = layer.weight.quant_state
-    stale.dtype = torch.float32
-    layer.weight = other.weight
-    assert layer.quant_state is stale, "bitsandbytes forgets it: nothing is tested"
-    for _ in range(2):
-        got, want = nf4.your_dequantize_nf4(layer), nf4.your_dequantize_nf4(other)
-        assert nf4.bits_differing(got, want) == 0
-    layer.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)  # as FSDP leaves it
-    layer.quant_state = other.weight.quant_state
-    assert nf4.bits_differing(nf4.your_dequantize_nf4(layer), want) == 0

@@ -27,51 +27,29 @@ def compiled(function, backend=BACKEND, dynamic=None):
 def test_section_6_misses_no_wrong_bit_recompilation_or_break(nf4, monkeypatch):
     run = mock.Mock(wraps=nf4.run_operator)
     monkeypatch.setattr(nf4.NF4_OPS, "run", run)
-    option = nf4.SMALL_OPTIONS[1]
-    inputs = [nf4.build(option._replace(seed=seed), torch.float32) for seed in (0, 1)]
-    first = inputs[0][1]
+    mlps = [
+        nf4.build(nf4.SMALL_OPTIONS[1]._replace(seed=seed), torch.float16)[1] for seed in (0, 1)
+    ]
+    first = mlps[0]
 
-    def right(X, mlp):
-        return [nf4.your_dequantize_nf4(mlp.up_proj)]
+    def right(mlp):
+        return nf4.dequantize_bits(mlp, nf4.your_dequantize_nf4)
 
-    def another_shape(X, mlp):
+    def another_shape(mlp):
         return [nf4.your_dequantize_nf4(mlp.up_proj if mlp is first else mlp.down_proj)]
 
-    def broken(X, mlp):
+    def broken(mlp):
         torch._dynamo.graph_break()
-        return right(X, mlp)
+        return right(mlp)
 
-    outs, is_compiled = nf4.compiled_once(right, inputs)
-    wanted = [nf4.bnb_dequantize(mlp.up_proj) for _, mlp in inputs]
-    assert [nf4.bits_differing(*pair) for pair in zip(outs, wanted, strict=True)] == [0, 0]
-    assert is_compiled == GPU
+    outs, is_compiled = nf4.compiled_once(right, mlps)
+    wanted = [out for mlp in mlps for out in nf4.dequantize_bits(mlp, nf4.bnb_dequantize)]
+    assert is_compiled and len(outs) == 6 and all(map(torch.equal, outs, wanted))
     assert type(run.call_args.args[0]) is torch.Tensor, "Params4bit.__torch_function__ is slow"
     with pytest.raises(RuntimeError, match="recompil"):
-        nf4.compiled_once(another_shape, inputs)
+        nf4.compiled_once(another_shape, mlps)
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        nf4.compiled_once(broken, inputs)
-
-
-def test_section_6_says_of_each_function_which_bits_differ(nf4, device, monkeypatch):
-    build, right, seeds = nf4.build, nf4.dequantize_nf4, set()
-
-    def noted(option, dtype):
-        seeds.add(option.seed)
-        return build(option, dtype)
-
-    def wrong(weight, quant_state):
-        out = right(weight, quant_state)
-        out[0, 0] += 1
-        return out
-
-    monkeypatch.setattr(nf4, "build", noted)
-    rows = nf4.compile_rows(nf4.SMALL_OPTIONS[1], torch.float16, device)
-    assert [row["function"] for row in rows] == ["dequantization", "training_step"]
-    assert all(row["bit_equal"] and row["compiled"] == GPU for row in rows)
-    assert len(seeds) == 2, "one MLP twice: nothing could recompile"
-    monkeypatch.setattr(nf4, "dequantize_nf4", wrong)
-    rows = nf4.compile_rows(nf4.SMALL_OPTIONS[1], torch.float16, device)
-    assert not any(row["bit_equal"] for row in rows)
+        nf4.compiled_once(broken, mlps)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -93,7 +71,7 @@ def test_all_weights_of_a_kind_share_one_graph(planned, dynamic):
 def test_the_operator_keeps_torchs_rules(nf4, device):
     for dtype, nested in ((torch.bfloat16, True), (torch.float32, False)):
         tensors, kind = nf4.read(*nf4.quantized((64, 64), dtype, device, nested=nested))
-        torch.library.opcheck(nf4.dequantize_op, (*tensors, *kind))
+        torch.library.opcheck(nf4.NF4_OPS.dequantize.default, (*tensors, *kind))
 
 
 def exported(function, packed, strict=False, sizes=None):
@@ -164,7 +142,7 @@ def test_fake_tensors_get_fake_outputs(planned):
     for n_plans in (0, 1):
         outs = [planned.nf4.dequantize_nf4(fake, layer.quant_state)]
         with mode:
-            outs.append(planned.nf4.your_dequantize_nf4(layer))
+            outs.append(planned.dequantize(layer))
             outs.append(planned.nf4.dequantize_nf4(layer.weight.t(), layer.quant_state).t())
         for out in outs:
             assert isinstance(out, type(fake)) and out.dtype == torch.float16
@@ -241,15 +219,14 @@ def test_a_second_module_takes_the_operator_over_both_bodies(nf4, device, monkey
 
 
 @pytest.mark.gpu
-def test_a_t4s_bf16_is_really_compiled(nf4, monkeypatch, tmp_path):
+def test_a_t4s_bf16_is_really_compiled(nf4, monkeypatch):
     """Torch and Inductor are told that the GPU is one; Triton has asked before, and knows."""
     triton.runtime.driver.active.get_current_target()
     is_supported = staticmethod(lambda including_emulation=False: False)
     monkeypatch.setattr(CudaInterface, "is_bf16_supported", is_supported)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
-    option = nf4.OPTIONS[1]._replace(hd=512, m=1024)
-    with torch._dynamo.config.patch(debug_dir_root=str(tmp_path)):
-        rows = nf4.compile_rows(option, torch.bfloat16, "cuda")
-    assert [row["function"] for row in rows] == ["dequantization"]
-    assert all(row["compiled"] and row["bit_equal"] for row in rows)
+    fx = nf4.your_dequantize_nf4
+    _, mlp = nf4.build(nf4.OPTIONS[1]._replace(hd=512, m=1024), torch.bfloat16)
+    outs, is_compiled = nf4.compiled_once(lambda mlp: nf4.dequantize_bits(mlp, fx), [mlp])
+    assert is_compiled and all(map(torch.equal, outs, nf4.dequantize_bits(mlp, nf4.bnb_dequantize)))

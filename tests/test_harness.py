@@ -1,6 +1,6 @@
-"""Protects the graders: the challenge's loop to the letter, a fair race, a record without loss."""
+"""Protects the graders: the challenge's loop to the letter, and a fair race."""
 
-import json
+import itertools
 import random
 import time
 import types
@@ -109,19 +109,14 @@ def race(nf4, peft, dtypes=(torch.float16,)):
     return nf4.race(contenders, dtypes, rounds=2, loops=1, options=nf4.SMALL_OPTIONS)
 
 
-def test_in_the_race_everyone_runs_once_a_round(nf4):
-    frame = race(nf4, nf4.bnb_dequantize, [torch.float16, torch.bfloat16])
-    assert (
-        len(frame) == 2 * 2 * 2 * len(nf4.OPTIONS)
-        and (frame.us > 0).all()
-        and (frame.issue_us > 0).all()
-    )
-    assert not frame.duplicated(["dtype", "option", "round", "who"]).any()
+def test_in_the_race_everyone_runs_in_all_dtypes_and_options(nf4):
+    us = race(nf4, nf4.bnb_dequantize, [torch.float16, torch.bfloat16])
+    assert us.shape == (2 * len(nf4.OPTIONS), 2) and (us > 0).all(axis=None)
 
 
-def test_wrong_bits_and_a_changed_layer_stop_the_race(nf4):
-    with pytest.raises(ValueError, match="not all contenders give the right bits"):
-        race(nf4, off_by(0.01))
+def test_wrong_bits_are_left_out_and_a_changed_layer_stops_the_race(nf4, capsys):
+    assert list(race(nf4, off_by(0.01))) == ["ours"]
+    assert "left out: peft: " in capsys.readouterr().out
     calls = []
 
     def late(layer):
@@ -144,31 +139,26 @@ def test_turns_have_another_order_in_each_round_and_in_each_run(nf4):
     assert len(set(map(tuple, orders))) == 4
 
 
-def frame_of(theirs):
-    """A race's frame of {(dtype, option): microseconds}: ours takes 10, in each of three rounds."""
-    rows = []
-    for (dtype, option), us in theirs.items():
-        for i_round, factor in enumerate((1.0, 2.0, 4.0)):
-            row = {"dtype": dtype, "option": option, "round": i_round}
-            rows.append(row | {"who": "ours", "us": 10.0, "issue_us": 1.0})
-            rows.append(row | {"who": "peft", "us": us * factor, "issue_us": factor})
-    return pd.DataFrame(rows)
+def test_the_race_takes_medians_of_its_rounds(nf4, monkeypatch):
+    monkeypatch.setattr(
+        nf4, "call_us", mock.Mock(side_effect=itertools.cycle([(1, 0), (9, 0), (2, 0)]))
+    )
+    us = nf4.race({"ours": nf4.bnb_dequantize}, [torch.float16], 3, 1, nf4.SMALL_OPTIONS[:1])
+    assert us.loc[("float16", 0), "ours"] == 2
 
 
-def test_ratios_are_what_a_reader_divides_and_the_mix_has_the_challenges_dtypes(nf4, monkeypatch):
-    monkeypatch.setattr(nf4, "OPTIONS", nf4.OPTIONS[:3])
-    theirs = {("float16", 0): 10.0, ("float16", 1): 20.0, ("float16", 2): 30.0}
-    theirs |= {("bfloat16", 0): 40.0, ("bfloat16", 1): 50.0, ("bfloat16", 2): 60.0}
-    found = {(row["dtype"], row["who"]): row for row in nf4.ratios(frame_of(theirs))}
+def test_ratios_are_what_a_reader_divides_and_the_mix_has_the_challenges_dtypes(nf4):
+    options = [(dtype, i) for dtype in ("float16", "bfloat16") for i in range(3)]
+    theirs = dict(zip(options, (20.0, 40.0, 60.0, 80.0, 100.0, 120.0)))
+    us = pd.DataFrame({"ours": dict.fromkeys(options, 10.0), "peft": theirs})
+    found = {(row["dtype"], row["who"]): row for row in nf4.ratios(us)}
     assert found["float16", "ours"]["ratio"] == 1.0
-    row = found["float16", "peft"]  # in the median round 120 / 30; 60 / 30 and 240 / 30 are beside
-    assert row["us"] == [20.0, 40.0, 60.0] and row["issue_us"] == [2.0, 2.0, 2.0]
-    assert row["ratio"] == sum(row["us"]) / sum(found["float16", "ours"]["us"]) == 4.0
-    assert (row["low"], row["high"]) == (3.0, 6.0), "quartiles"
-    assert found["mix", "peft"]["ratio"] == 2 * (10 + 50 + 60) / 30
+    row = found["float16", "peft"]
+    assert row["us"] == [20.0, 40.0, 60.0] and row["ratio"] == 120 / 30
+    assert found["mix", "peft"]["us"] == [20.0, 100.0, 120.0]
+    assert found["mix", "peft"]["ratio"] == 240 / 30
     for lacking in (("float16", 0), ("bfloat16", 2)):
-        others = {key: us for key, us in theirs.items() if key != lacking}
-        assert {row["dtype"] for row in nf4.ratios(frame_of(others))} == {"float16", "bfloat16"}
+        assert {row["dtype"] for row in nf4.ratios(us.drop(lacking))} == {"float16", "bfloat16"}
 
 
 def test_a_fourth_shape_is_one_more_entry(nf4, options, monkeypatch):
@@ -178,27 +168,11 @@ def test_a_fourth_shape_is_one_more_entry(nf4, options, monkeypatch):
     rows = nf4.ratios(race(nf4, nf4.bnb_dequantize, [torch.float16, torch.bfloat16]))
     assert len(rows) == 3 * 2
     for row in rows:
-        assert len(row["us"]) == len(row["issue_us"]) == len(options)
+        assert len(row["us"]) == len(options)
     timed = mock.Mock()
     monkeypatch.setattr(nf4, "mlp_dequantize", timed)
     nf4.test_dequantize(nf4.bnb_dequantize, loops=2, options=options)
     assert timed.call_count == 2 * len(options)
-
-
-def test_a_record_is_saved_whole_or_not_at_all(nf4, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = nf4.save({"gpu": "Tesla T4"}, {})
-    assert json.loads(path.read_text()) == {"gpu": "Tesla T4"} and path.name == "tesla-t4.json"
-    write = nf4.Path.write_text
-
-    def write_half(path, text, **how):
-        write(path, text[: len(text) // 2], **how)
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(nf4.Path, "write_text", write_half)
-    with pytest.raises(OSError, match="no space left"):
-        nf4.save({"gpu": "Tesla T4", "date": "2026-11-26"}, {})
-    assert json.loads(path.read_text()) == {"gpu": "Tesla T4"}, "the earlier one was lost"
 
 
 @pytest.mark.gpu

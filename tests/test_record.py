@@ -16,11 +16,11 @@ import training
 
 ROOT = shared.ROOT
 ROWS = {  # of the record: the fields of each
-    "kernels": {"shape", "format", "dtype", "ours_us", "unsloth_us", "copy_us"},
+    "kernels": {"shape", "dtype", "ours_us", "unsloth_us", "copy_us"},
     "official": {"dtype", "who", "seconds"},
-    "race": {"dtype", "who", "ratio", "low", "high", "us", "issue_us"},
+    "race": {"dtype", "who", "ratio", "us"},
     "call": {"rung", "us", "issue_us"},
-    "compile": {"function", "dtype", "bit_equal", "compiled"},
+    "compile": {"dtype", "bit_equal", "compiled"},
 }
 
 
@@ -50,7 +50,7 @@ def test_the_record_is_whole_and_of_the_outputs_that_are_shown():
     # By kernel[grid], by the operator and by a plan: two of them would be 600 million.
     assert shown["exact"]["checked"] > 800_000_000 and shown["exact"]["differing"] == 0
     gpu = shared.slug(shown["gpu"])
-    expected = {f"{gpu}.json", f"{gpu}-call.png", f"{gpu}-race.png", "warp.png"}
+    expected = {f"{gpu}.json", f"{gpu}-call.png", "warp.png"}
     expected |= {f"{name}.json" for name in ("runs", "sm_75", "t4", "tests", "training")}
     assert {path.name for path in (ROOT / "results").iterdir()} == expected
     outputs = json.dumps([cell.get("outputs") for cell in notebook_of(ROOT).cells])
@@ -114,7 +114,7 @@ def test_a_run_is_taken_in_whole_and_once(run, project):
     """In the place of another GPU's: of that its line stays."""
     before = {"gpu": "Tesla T4", "ratios": {"unsloth": {"mix": 1.2}}}
     shared.write({shared.RESULTS / "runs.json": [before]})
-    for name in ("tesla-t4.json", "tesla-t4-race.png"):
+    for name in ("tesla-t4.json", "tesla-t4-call.png"):
         (shared.RESULTS / name).write_text("")
     edit_ratios(run, 98.76)
     output = nbformat.v4.new_output("stream", text="as this run says: → 98.76")
@@ -163,7 +163,7 @@ REFUSED = {  # what is wrong with a run: (how, the words that are said)
     "wrong bits": (lambda run: edit_record(run, exact={"checked": 9, "differing": 1}), "differ"),
     "no race": (lambda run: edit_record(run, race=[]), "lacks race"),
     "no name of the processor": (lambda run: edit_record(run, cpu=""), "lacks cpu: run the"),
-    "no picture": (lambda run: next(run.glob("results/*race.png")).unlink(), "no picture"),
+    "no picture": (lambda run: next(run.glob("results/*call.png")).unlink(), "no picture"),
     "no record": (lambda run: record_in(run).unlink(), "expected"),
     "cut short": (lambda run: record_in(run).write_text("{"), "cannot be read"),
     "no git": (lambda run: os.environ.update(PATH=""), "git, .* is missing: install it"),
@@ -234,9 +234,8 @@ def record_of(**other):
     kernels, race = [], []
     for dtype, more in (("float16", 0), ("bfloat16", 4)):
         for shape in ("2048 x 8192", "1024 x 4096", "4096 x 14336"):
-            row = {"shape": shape, "format": "", "dtype": dtype}
+            row = {"shape": shape, "dtype": dtype}
             kernels.append(row | {"ours_us": 20, "unsloth_us": 4 * 2.515625})
-            kernels.append(row | {"format": "ragged", "ours_us": 999, "unsloth_us": 999})
         us = {"ours": 20 + 10, "unsloth": 4 * 2.515625 + 30, "three_launches": 4 * 2.765625 + 50}
         for who in us:
             race.append({"dtype": dtype, "who": who, "us": [us[who] + more] * 3})

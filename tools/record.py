@@ -34,9 +34,9 @@ EXPECTED = """**What to expect: an estimate, not a measurement.** For the test's
     seconds = bytes moved / (share x a copy's speed on a T4) + 9000 x host's time a call x factor
 
 The host's time is a call's in the race of {gpu}, {date}, less its kernel's (cold cache).
-All get the same share of a copy's speed and the same factor, a T4's slower host. The factor is
-chosen so that the three launches take their published time (an older stack). Below 1 it is
-unlikely: the range at the top leaves that row out."""
+All get the same share of a copy's speed and the same factor, a T4's slower host, by which the three
+launches take their published time (an older stack). Below 1 it is unlikely: the range at the top
+leaves that row out."""
 PROGRESS = re.compile(r"\s*(rounds:.*)?", re.S)  # bars that have come to their end
 TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run/"
 
@@ -177,7 +177,7 @@ def check():
     print("outputs and record are of the code as it stands")
 
 
-def objections(record, executed, notebook, pictures):
+def objections(record, executed, notebook, picture):
     """A sentence for all that speaks against taking this run in."""
     if shared.code_hash(executed) != shared.code_hash(notebook):
         yield "its code differs from the repository's: run the notebook again"
@@ -193,9 +193,8 @@ def objections(record, executed, notebook, pictures):
         yield "{differing} of {checked} weights differ".format(**record["exact"])
     if set(of_race(record, "unsloth")) != set(DTYPES):
         yield "there is no race against today's Unsloth in fp16, bf16 and mix"
-    for picture in pictures:
-        if not picture.exists():
-            yield f"there is no picture {picture.name}"
+    if not picture.exists():
+        yield f"there is no picture {picture.name}"
 
 
 def take(folder):
@@ -210,8 +209,8 @@ def take(folder):
     if not shutil.which("git"):
         raise SystemExit("git, which names the run's commit, is missing: install it, then again")
     notebook = nbformat.read(shared.ROOT / "nf4_triton.ipynb", as_version=4)
-    pictures = [paths[0].with_name(f"{paths[0].stem}-{name}.png") for name in ("call", "race")]
-    wrong = list(objections(record, executed, notebook, pictures))
+    picture = paths[0].with_name(f"{paths[0].stem}-call.png")
+    wrong = list(objections(record, executed, notebook, picture))
     if wrong:
         raise SystemExit("\n".join([*wrong, "nothing was taken in"]))
     for cell, ran in zip(shared.code_cells(notebook), shared.code_cells(executed), strict=True):
@@ -225,7 +224,7 @@ def take(folder):
     runs = [each for each in others if each["ratios"] != run["ratios"]] + [run]  # each once
     notebook.metadata["code"] = shared.code_hash(notebook)
     files = {shared.RESULTS / "runs.json": runs}
-    files |= {shared.RESULTS / path.name: path.read_bytes() for path in (paths[0], *pictures)}
+    files |= {shared.RESULTS / path.name: path.read_bytes() for path in (paths[0], picture)}
     shared.write(files | {shared.ROOT / "nf4_triton.ipynb": nbformat.writes(notebook) + "\n"})
     for listed in runs:
         for old in shared.RESULTS.glob(f"{shared.slug(listed['gpu'])}*"):

@@ -160,14 +160,14 @@ def host_us(record):
 
     The kernels of the three launches were not timed: they count by their bytes.
     """
-    alone = {(row["dtype"], row["shape"], row["format"]): row for row in record["kernels"]}
+    alone = {(row["dtype"], row["shape"]): row for row in record["kernels"]}
     beyond = {who: [] for who in MOVED}
     for row in record["race"]:
         who, dtype = row["who"], row["dtype"]
         if who not in MOVED or dtype == "mix":
             continue
         for (hd, m), call_us in zip(SHAPES, row["us"]):  # the challenge's come first
-            kernels = alone[dtype, f"{hd} x {m}", ""]
+            kernels = alone[dtype, f"{hd} x {m}"]
             kernel_us = kernels["unsloth_us"] * MOVED[who] / FUSED
             if who == "ours":
                 kernel_us = kernels["ours_us"]
