@@ -218,6 +218,14 @@ def test_a_second_module_takes_the_operator_over_both_bodies(nf4, device, monkey
     assert nf4.PLANS is not beside.PLANS
 
 
+def test_a_module_is_loaded_twice_before_any_call(device):
+    """As by importlib.reload: the operator is there already."""
+    for _ in range(2):
+        nf4 = shared.load("nf4_twice")
+    weight, state = nf4.quantized((64, 64), torch.float16, device)
+    assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), nf4.spec(weight, state)) == 0
+
+
 @pytest.mark.gpu
 def test_a_t4s_bf16_is_really_compiled(nf4, monkeypatch):
     """Torch and Inductor are told that the GPU is one; Triton has asked before, and knows."""

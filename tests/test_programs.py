@@ -132,6 +132,9 @@ def test_what_ours_refuses_is_theirs(nf4, device, monkeypatch):
         for given, filled in ((None, None), (refused, None), (of_python, None), (state, out)):
             assert bnb.functional.dequantize_4bit(weight, given, None, filled) == "theirs"
             theirs.assert_called_with(weight, given, None, filled)
+        no_compiler = mock.Mock(side_effect=FileNotFoundError("gcc"))
+        monkeypatch.setattr(nf4, "launch", no_compiler)
+        assert bnb.functional.dequantize_4bit(weight, state) == "theirs" and no_compiler.called
 
 
 @pytest.mark.parametrize("place", [{}, {PRIVATE: lambda A, weight, bias=None: None}])
@@ -212,6 +215,24 @@ def test_a_layer_on_the_cpu_is_compiled_as_without_us(nf4, monkeypatch):
     with nf4.in_bitsandbytes():
         got = step(torch.compile(layer, fullgraph=True, backend="aot_eager"))
     assert n_differing(nf4, got, wanted) == 0
+
+
+def test_a_compiled_training_step_has_stocks_bits(nf4, device, monkeypatch):
+    layers = torch.nn.Sequential(layer_of(device), layer_of(device, 128, 64))
+    x = torch.randn(2000 if GPU else 8, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    run = mock.Mock(wraps=nf4.run_operator)
+    monkeypatch.setattr(nf4.NF4_OPS, "run", run)
+
+    def step():
+        torch._dynamo.reset()
+        backend = "inductor" if GPU else "aot_eager"
+        out = torch.compile(layers, fullgraph=True, backend=backend)(x)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), x)]
+
+    wanted = step()
+    with nf4.in_bitsandbytes():
+        assert n_differing(nf4, step(), wanted) == 0
+    assert run.called
 
 
 @pytest.mark.gpu
