@@ -116,10 +116,12 @@ def t4_block(t4, record, sm_75):
     counts = {row["dtype"]: row["instructions_per_weight"] for row in colabs}
     code = "By Colab's Triton it takes {float16:.1f} instructions a weight in fp16, {bfloat16:.1f} "
     code += (
-        "in bf16: to issue them takes less time than its bytes, even at half clock (calculated)."
+        "in bf16: to issue them takes less time than its bytes, at half clock, too (calculated)."
     )
-    last = "By these factors, and three minutes for the race's bytes, *Run all* takes {} to {} "
-    last += "minutes there, beside installation."
+    last = (
+        "*Run all* there, after installation: {} to {} minutes, by these factors and three minutes "
+    )
+    last += "for the race's bytes."
     host = [f"{who} {us:.1f} us" for who, us in t4["record"]["host_us"].items()]
     numbers = t4["record"] | {"host": ", ".join(host), "fused": FUSED, "split": SPLIT}
     paragraphs = [code.format(**counts), EXPECTED.format(**numbers)]
