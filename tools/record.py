@@ -34,7 +34,7 @@ EXPECTED = """**What to expect: an estimate, not a measurement.** For the test's
     seconds = bytes moved / (share x a copy's speed on a T4) + 9000 x host's time a call x factor
 
 * Host's time: a call's in the race, less its kernel's (cold cache); {gpu}, {date}: {host}.
-* Bytes a weight: {fused:.3f}; three launches write and read scales, too: {split:.3f}.
+* Bytes a weight: {fused:.3f}; three launches write and read the fp32 scales twice: {split:.3f}.
 * All get the same share and the same factor, a T4's slower host, by which the three launches take
   their published time (an older stack). A factor below 1 is unlikely: the range at the top leaves
   that row out."""
@@ -114,14 +114,11 @@ def t4_block(t4, record, sm_75):
     minutes = [round(record["seconds"] / 60 * each + 3) for each in (min(factors), max(factors))]
     colabs = [row for row in sm_75 if row["triton"] == "3.6.0" and row["absmax"] == "nested"]
     counts = {row["dtype"]: row["instructions_per_weight"] for row in colabs}
-    code = "By Colab's Triton it takes {float16:.1f} instructions a weight in fp16, {bfloat16:.1f} "
+    code = "By Triton 3.6.0, Colab's, the kernel has {float16:.1f} instructions a weight in "
     code += (
-        "in bf16: to issue them takes less time than its bytes, at half clock, too (calculated)."
+        "fp16, {bfloat16:.1f} in bf16: to issue them takes less time than its bytes (calculated)."
     )
-    last = (
-        "*Run all* there, after installation: {} to {} minutes, by these factors and three minutes "
-    )
-    last += "for the race's bytes."
+    last = "We expect *Run all* to take {} to {} minutes there, after installation."
     host = [f"{who} {us:.1f} us" for who, us in t4["record"]["host_us"].items()]
     numbers = t4["record"] | {"host": ", ".join(host), "fused": FUSED, "split": SPLIT}
     paragraphs = [code.format(**counts), EXPECTED.format(**numbers)]
