@@ -9,8 +9,6 @@ import helpers
 import pytest
 import shared
 import torch
-import triton
-from torch._dynamo.device_interface import CudaInterface
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -180,28 +178,6 @@ def test_compiled_code_follows_an_edit(device, monkeypatch, what):
     assert nf4.bits_differing(eager, before) > 0
 
 
-IN_A_PROCESS = """
-import shared, torch
-nf4 = shared.load()
-shared.execute({!r} + shared.defining("_dequantize_nf4_kernel"), "edited", vars(nf4))
-weight, state = nf4.quantized((64, 64), torch.float16, "cuda")
-function = torch.compile(lambda packed: nf4.dequantize_nf4(packed, state) * 1, fullgraph=True)
-print("differing:", nf4.bits_differing(function(weight), nf4.spec(weight, state)))
-"""
-
-
-@pytest.mark.gpu  # on a CPU no kernel was ever in what is cached
-def test_the_next_process_follows_an_edit_with_warm_caches(tmp_path):
-    """Inductor's caches lie on disk; the first process has a wrong kernel."""
-    said = []
-    for edit in (helpers.DOUBLED, ""):
-        script = IN_A_PROCESS.format(edit)
-        done = helpers.in_a_process(script, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout.split("differing:")[1].strip())
-    assert said[0] != "0" and said[1] == "0"
-
-
 def test_a_second_module_takes_the_operator_over_both_bodies(nf4, device, monkeypatch):
     """A reload, or the exported module beside the notebook: calls by either, and compiled code."""
     for body in ("run", "run_fake"):  # the session's, afterwards, too
@@ -224,17 +200,3 @@ def test_a_module_is_loaded_twice_before_any_call(device):
         nf4 = shared.load("nf4_twice")
     weight, state = nf4.quantized((64, 64), torch.float16, device)
     assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), nf4.spec(weight, state)) == 0
-
-
-@pytest.mark.gpu
-def test_a_t4s_bf16_is_really_compiled(nf4, monkeypatch):
-    """Torch and Inductor are told that the GPU is one; Triton has asked before, and knows."""
-    triton.runtime.driver.active.get_current_target()
-    is_supported = staticmethod(lambda including_emulation=False: False)
-    monkeypatch.setattr(CudaInterface, "is_bf16_supported", is_supported)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
-    fx = nf4.your_dequantize_nf4
-    _, mlp = nf4.build(nf4.OPTIONS[1]._replace(hd=512, m=1024), torch.bfloat16)
-    outs, is_compiled = nf4.compiled_once(lambda mlp: nf4.dequantize_bits(mlp, fx), [mlp])
-    assert is_compiled and all(map(torch.equal, outs, nf4.dequantize_bits(mlp, nf4.bnb_dequantize)))

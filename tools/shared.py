@@ -98,3 +98,9 @@ def stored(name, folder=None):
 def slug(gpu):
     """As in the names of a record's files."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower())
+
+
+def shown_record(folder=None):
+    """The record of the run that is shown: the latest in runs.json; None where there is none."""
+    runs = stored("runs", folder) or []
+    return stored(slug(runs[-1]["gpu"]), folder) if runs else None

@@ -65,36 +65,7 @@ def compile_for(nf4, dtype, absmax):
     return triton.compile(source, target=target)
 
 
-def paths(code, at=0):
-    """Each way through the instructions, as a list of their names, from the one at an index on."""
-    way = []
-    for i in range(at, len(code)):
-        _, condition, name, goal = code[i]
-        way.append(name)
-        if name not in ("EXIT", "BRA"):
-            continue
-        ways = [way] if name == "EXIT" else []
-        starts = [j for j, (labels, *_) in enumerate(code) if goal in labels]
-        if condition:
-            starts.append(i + 1)
-        return ways + [way + rest for start in starts for rest in paths(code, start)]
-    raise ValueError("the code does not end in EXIT")
-
-
-def instructions(disassembly):
-    """[(labels before it, its condition, its name, where it jumps to)]."""
-    code, labels = [], []
-    pattern = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([\w.]+)(?:.*`\((\.L\w+)\))?")
-    for line in disassembly.splitlines():
-        if line.startswith(".L"):
-            labels.append(line.split(":")[0])
-        elif found := pattern.match(line):
-            code.append((labels, *found.groups()))
-            labels = []
-    return code
-
-
-def facts(compiled, words):
+def facts(compiled):
     """What the code uses, and how often; the widths of its global accesses in bits: "16 128"."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -102,8 +73,8 @@ def facts(compiled, words):
         tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
         code = subprocess.check_output([tools / "nvdisasm", "-c", "-ndf", cubin], text=True)
         usage = subprocess.check_output([tools / "cuobjdump", "-res-usage", cubin], text=True)
-    code = instructions(code)
-    names = [name for _, _, name, _ in code]
+    # A line is "        /*0a30*/   @!P0 LDG.E.SYS R5, ...": its address, a condition, the name.
+    names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)", code, re.M)
 
     def widths(begin, mark=""):
         # LDG.E.128 has a number; LDG.E has none, so the pattern matches the end: 32 bits
@@ -111,9 +82,6 @@ def facts(compiled, words):
         bits = {re.search(r"\.[US]?(8|16|64|128)\b|$", name)[1] or "32" for name in accesses}
         return " ".join(sorted(bits, key=int))
 
-    # A full program's: words are loaded evict first (EF), and stored 128 bits at a time.
-    full = [way for way in paths(code) if ".EF" in " ".join(way) and ".128" in " ".join(way)]
-    n_threads = 32 * compiled.metadata.num_warps
     return {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spills": int(re.search(r"LOCAL:(\d+)", usage)[1]),
@@ -122,7 +90,7 @@ def facts(compiled, words):
         "ffma": len([name for name in names if name.startswith("FFMA")]),  # HFMA2: constants
         "word_load_bits": widths("LDG", ".EF"),
         "store_bits": widths("STG"),
-        "instructions_per_weight": min(map(len, full)) * n_threads / (words * 8),
+        "instructions": len([name for name in names if name != "NOP"]),  # there is no loop
     }
 
 
@@ -140,7 +108,7 @@ def main():
     for dtype in TYPES:
         for absmax in ("nested", "plain"):
             row = {"triton": triton.__version__, "dtype": dtype, "absmax": absmax}
-            rows.append(row | facts(compile_for(nf4, dtype, absmax), nf4.WORDS))
+            rows.append(row | facts(compile_for(nf4, dtype, absmax)))
     print(json.dumps(rows))
 
 

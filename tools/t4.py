@@ -11,14 +11,13 @@ which no newer GPU runs, the driver gets the PTX. Its times are not a T4's.
 
 The estimate: a call takes its bytes at a share of a copy's speed, and the host's time beyond its
 kernel. That is the record's, times one factor, by which the three launches take as long as was
-published.
+published. A factor below 1, a host faster than the record's, is left out.
 """
 
 import dataclasses
 import datetime
 import functools
 import itertools
-import math
 import os
 import statistics
 import sys
@@ -28,29 +27,18 @@ from pathlib import Path
 import shared
 
 GITHUB = "https://github.com/"
-COPY = {
-    "what": "a T4's copy, GB/s",
-    "value": 240.0,
-    "url": GITHUB + "router-gao/cuda-demo/blob/HEAD/cuda-samples/02-cuda-bandwidth.md",
+COPY_GB_S = 240.0  # a T4's
+COPY_URL = GITHUB + "router-gao/cuda-demo/blob/HEAD/cuda-samples/02-cuda-bandwidth.md"
+PUBLISHED = {  # seconds of the three launches on a T4, the second the least of thirty runs: where
+    3.714: GITHUB + "daver987/unsloth-mojo/blob/aaac3fdaa1374f1d8c1ed67c9fab43c7ef73ea18/"
+    "Unsloth_Mojo_Puzzles.ipynb",
+    4.116: GITHUB + "Talel-bm/Optimized-NF4-dequantization/blob/"
+    "75714c480d9a78ce8755c4e7fd9fd995a71cb208/README.md",
 }
-PUBLISHED = (
-    {
-        "what": "three launches, s",
-        "value": 3.714,
-        "url": GITHUB + "daver987/unsloth-mojo/blob/aaac3fdaa1374f1d8c1ed67c9fab43c7ef73ea18/"
-        "Unsloth_Mojo_Puzzles.ipynb",
-    },
-    {
-        "what": "the least of thirty runs, s",
-        "value": 4.116,
-        "url": GITHUB + "Talel-bm/Optimized-NF4-dequantization/blob/"
-        "75714c480d9a78ce8755c4e7fd9fd995a71cb208/README.md",
-    },
-)
 SHARES = (1.0, 0.9, 0.8)  # of a copy's speed
-SHAPES = ((2048, 8192), (1024, 4096), (4096, 14336))
+MIX = (("2048 x 8192", "float16"), ("1024 x 4096", "bfloat16"), ("4096 x 14336", "bfloat16"))
 N_CALLS = 9000  # of test_dequantize: 1000 loops of three for each shape
-N_WEIGHTS = 3000 * sum(math.prod(shape) for shape in SHAPES)
+N_WEIGHTS = 3000 * (2048 * 8192 + 1024 * 4096 + 4096 * 14336)
 FUSED = 1 / 2 + 1 / 64 + 2  # bytes moved for a weight in 16 bits
 SPLIT = FUSED + 2 * (4 + 4) / 64  # and two fp32 scales for a block, each written and read
 MOVED = {"ours": FUSED, "unsloth": FUSED, "three_launches": SPLIT}
@@ -156,30 +144,24 @@ def rehearse(folder):
 
 
 def host_us(record):
-    """{who: microseconds that a call takes beyond its kernel}: the mean over dtypes and shapes.
+    """{who: microseconds that a call of the mix takes beyond its kernel}, means over its shapes.
 
     The kernels of the three launches were not timed: they count by their bytes.
     """
-    alone = {(row["dtype"], row["shape"]): row for row in record["kernels"]}
-    beyond = {who: [] for who in MOVED}
-    for row in record["race"]:
-        who, dtype = row["who"], row["dtype"]
-        if who not in MOVED or dtype == "mix":
-            continue
-        for (hd, m), call_us in zip(SHAPES, row["us"]):  # the challenge's come first
-            kernels = alone[dtype, f"{hd} x {m}"]
-            kernel_us = kernels["unsloth_us"] * MOVED[who] / FUSED
-            if who == "ours":
-                kernel_us = kernels["ours_us"]
-            beyond[who].append(call_us - kernel_us)
-    return {who: statistics.mean(us) for who, us in beyond.items()}
+    rows = {(row["shape"], row["dtype"]): row for row in record["kernels"]}
+    ours_us = statistics.mean(rows[each]["ours_us"] for each in MIX)
+    unsloth_us = statistics.mean(rows[each]["unsloth_us"] for each in MIX)
+    kernel_us = {"ours": ours_us, "unsloth": unsloth_us}
+    kernel_us["three_launches"] = unsloth_us * SPLIT / FUSED
+    call_us = {row["who"]: row["us"] for row in record["race"] if row["dtype"] == "mix"}
+    return {who: statistics.mean(call_us[who]) - kernel_us[who] for who in MOVED}
 
 
 def estimated(host):
     """Rows {published_s, share, factor, ours_s, unsloth_s, over_unsloth, over_three_launches}."""
     rows = []
-    for source, share in itertools.product(PUBLISHED, SHARES):
-        published_s, speed = source["value"], share * COPY["value"] * 1e9  # in bytes a second
+    for published_s, share in itertools.product(PUBLISHED, SHARES):
+        speed = share * COPY_GB_S * 1e9  # in bytes a second
         bytes_s = {who: N_WEIGHTS * each / speed for who, each in MOVED.items()}
         host_s = {who: N_CALLS * us * 1e-6 for who, us in host.items()}
         factor = (published_s - bytes_s["three_launches"]) / host_s["three_launches"]
@@ -188,28 +170,23 @@ def estimated(host):
         row |= {"ours_s": seconds["ours"], "unsloth_s": seconds["unsloth"]}
         row["over_unsloth"] = seconds["unsloth"] / seconds["ours"]
         row["over_three_launches"] = published_s / seconds["ours"]
-        rows.append(row)
+        if factor >= 1:
+            rows.append(row)
     return rows
 
 
 def estimate(results, folder=None):
-    run_first = "run the notebook on an NVIDIA GPU, and take its record in (tools/record.py)"
-    rehearse_first = "rehearse on a newer GPU: python tools/t4.py rehearse DIR, then estimate DIR"
-    names = [path.stem for path in results.glob("nvidia-*.json")]  # the run that is shown
-    if len(names) != 1:
-        wanted = f"{results} must hold one record of an NVIDIA GPU"
-        raise SystemExit(f"{wanted}, not {len(names)}: {run_first}")
+    record = shared.shown_record(results)
     try:
-        record = shared.stored(names[0], results)
         host = host_us(record)
-    except (KeyError, ValueError) as lacking:
-        what = f"{names[0]}.json cannot be read, or lacks times of all three contenders"
-        raise SystemExit(f"{what} ({lacking!r}): {run_first}") from None
+    except (KeyError, TypeError, ValueError):
+        wanted = f"{results} must show a run with times of all three contenders: run the notebook"
+        raise SystemExit(f"{wanted} on an NVIDIA GPU, then tools/record.py") from None
     before = (shared.stored("t4", results) or {}).get("rehearsal")
     rehearsal = shared.stored("rehearsal", folder) if folder else before  # else it stays
     if not rehearsal:
-        raise SystemExit(f"there is no rehearsal: {rehearse_first}")
-    content = {"rehearsal": rehearsal, "sources": [COPY, *PUBLISHED], "estimate": estimated(host)}
+        raise SystemExit("there is no rehearsal: run tools/t4.py rehearse DIR, then estimate DIR")
+    content = {"rehearsal": rehearsal, "estimate": estimated(host)}
     content["record"] = {"gpu": record["gpu"], "date": record["date"], "host_us": host}
     shared.write({results / "t4.json": content})
 

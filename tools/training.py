@@ -37,7 +37,6 @@ LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers"
 LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 STATES = (torch.bfloat16, torch.float32)
 TOKENS = ((2, 1024), (1, 256))  # sequences, and of each
-MLP_SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 1}
 MLP_TOKENS = (256, 2048)
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft")
@@ -117,7 +116,7 @@ def measure_llamas(nf4, sizes, device, tokens=TOKENS, rounds=60):
     return rows
 
 
-def measure_mlps(nf4, sizes, device, tokens=MLP_TOKENS, rounds=150):
+def measure_mlps(nf4, device, rounds=150):
     """In a process of its own: Unsloth changes transformers and peft."""
     from unsloth.kernels import fast_lora, utils
 
@@ -126,6 +125,7 @@ def measure_mlps(nf4, sizes, device, tokens=MLP_TOKENS, rounds=150):
     def ours(W, quant_state=None, *args, **kwargs):
         return nf4.dequantize_nf4(W, quant_state)
 
+    sizes = LLAMA_8B | {"num_hidden_layers": 1}
     mlp = build(sizes, device).get_submodule("base_model.model.model.layers.0.mlp")
 
     def run(x, grad, fast_dequantize):
@@ -136,7 +136,7 @@ def measure_mlps(nf4, sizes, device, tokens=MLP_TOKENS, rounds=150):
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
     rows = []
-    for length in tokens:
+    for length in MLP_TOKENS:
         shape = (1, length, sizes["hidden_size"])
         x, grad = torch.randn(2, *shape, device=device, dtype=torch.bfloat16)
         what = {"model": "Unsloth's LoRA MLP, 4096 x 14336", "state": "bfloat16"}
@@ -153,7 +153,7 @@ def main():
     found["versions"] = {package: version(package) for package in PACKAGES}
     found["rows"] = measure_llamas(shared.load(), LLAMA_8B, "cuda")
     command = "import unsloth, json, shared, training as t; from pathlib import Path; "
-    command += "rows = t.measure_mlps(shared.load(), t.MLP_SIZES, 'cuda'); "
+    command += "rows = t.measure_mlps(shared.load(), 'cuda'); "
     command += "Path('rows.json').write_text(json.dumps(rows))"
     paths = ":".join([str(shared.ROOT / "tools"), *sys.path])
     environment = os.environ | {"PYTHONPATH": paths, "UNSLOTH_DISABLE_STATISTICS": "1"}
