@@ -29,19 +29,17 @@ BASELINES = {
     "three_launches": "Unsloth's older path, three launches",
     "peft": "PEFT ({peft})",
 }
-ESTIMATE = """**What to expect: an estimate, not a measurement.** For the test's 9000 calls,
+ESTIMATE = """**An estimate, not a measurement**, for the test's 9000 calls:
 
     seconds = bytes moved / speed + 9000 x host's time a call x factor
 
-* *Bytes a weight*: {fused:.3f}; three launches write and read fp32 scales, too: {split:.3f}.
-* *Speed*: 100, 90 or 80 % of a T4's copy, [{copy:.0f} GB/s]({copy_url}). Which, is not known; in
-  section 3 our kernel is as fast as a copy.
-* *Host's time*: the mix's calls in the race, less the kernels, {gpu}: {host}.
-  (Of three launches the kernels were not timed: they count by their bytes.)
-* *Factor*: a T4's host is slower, for all alike: so much that three launches take the time once
-  published for a T4, [{published[0]} s]({urls[0]}), or by another author [{published[1]}
-  s]({urls[1]}), his least of thirty. Both ran older software. Where the factor would be below 1,
-  there is no row."""
+* *Bytes a weight*: {fused:.3f}; three launches also write and read fp32 scales: {split:.3f}.
+* *Speed*: 100, 90 or 80 % of a T4's copy, [{copy:.0f} GB/s]({copy_url}); we do not know which.
+* *Host's time*: a call of the mix in the race less its kernel, {gpu}: {host}. (Three launches'
+  kernels count by their bytes.)
+* *Factor*: a T4's slower host, for all alike. By it three launches take the published
+  [{published[0]} s]({urls[0]}) or, by another author, [{published[1]} s]({urls[1]}), his least of
+  thirty, both with older software. Factors below 1 are left out."""
 PROGRESS = re.compile(r"\s*(rounds:.*)?", re.S)  # bars that have come to their end
 TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run/"
 
@@ -76,17 +74,19 @@ def record_block(record, runs, t4, tests):
                 row[f"mix, range of {len(runs)} runs"] = from_to(mixes)
             rows.append(row)
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
-    which = "; the latest run" if len(runs) > 1 else ""
-    run = f"* **{origin}{which}.** *Run all* took {record['seconds'] / 60:.1f} minutes."
+    which = "; the latest run in `results/runs.json`" if len(runs) > 1 else ""
+    run = f"* **{origin}**{which}. *Run all* took {record['seconds'] / 60:.1f} minutes."
     exact = "{checked:,} comparisons of weights, bit for bit: {differing} differ."
     found = f"* {exact.format(**record['exact'])}"
     if tests:
         tests = tests | {"failed": tests["failed"] + tests["error"]}
-        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed, {skipped} skipped."
-        found += text.format(**tests)
+        text = (
+            " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed; {skipped}, for other "
+        )
+        found += (text + "machines, skipped.").format(**tests)
     if others:
         also = [f"{each['gpu']} {each['ratios']['unsloth']['mix']:.2f}" for each in others]
-        found += f"\n* On other GPUs, the mix over today's Unsloth: {', '.join(also)}."
+        found += f" On other GPUs, the mix over today's Unsloth: {', '.join(also)}."
     paragraphs = [markdown(rows), f"{run}\n{found}"]
     if t4 and "T4" not in record["gpu"]:
         over = [row["over_unsloth"] for row in t4["estimate"]]
@@ -99,7 +99,7 @@ def record_block(record, runs, t4, tests):
     return "\n\n".join(paragraphs)
 
 
-def t4_block(t4, record, sm_75):
+def t4_block(t4, record):
     rows = []
     for row in t4["estimate"]:
         line = {"published, s": f"{row['published_s']:.3f}", "speed": f"{row['share']:.0%}"}
@@ -109,17 +109,12 @@ def t4_block(t4, record, sm_75):
     factors = [row["factor"] for row in t4["estimate"]]
     hosts = [record["seconds"] / 60 * factor for factor in (min(factors), max(factors))]
     minutes = [round(host + 3) for host in hosts]  # 3: the race moves 60 tests' bytes, 2.5 s each
-    colabs = [row for row in sm_75 if row["triton"] == "3.6.0" and row["absmax"] == "nested"]
-    counts = {row["dtype"]: row["instructions"] for row in colabs}
-    code = "By Triton 3.6.0, Colab's, a thread runs at most {float16} instructions in fp16, "
-    code += "{bfloat16} in bf16, for its 16 weights: less time than their bytes take (calculated)."
-    last = "We expect *Run all* to take {} to {} minutes there, after installation."
+    last = "*Run all* may take {} to {} minutes there, after installation."
     host = [f"{who} {us:.1f} us" for who, us in t4["record"]["host_us"].items()]
     numbers = t4["record"] | {"host": ", ".join(host), "fused": FUSED, "split": SPLIT}
     numbers |= {"copy": COPY_GB_S, "copy_url": COPY_URL}
     numbers |= {"published": list(PUBLISHED), "urls": list(PUBLISHED.values())}
-    paragraphs = [code.format(**counts), ESTIMATE.format(**numbers)]
-    return "\n\n".join([*paragraphs, markdown(rows), last.format(*minutes)])
+    return "\n\n".join([ESTIMATE.format(**numbers), markdown(rows), last.format(*minutes)])
 
 
 def training_block(training):
@@ -138,11 +133,11 @@ def training_block(training):
 def generated():
     """{name: what stands in results/ for it}."""
     found, record = {}, shared.shown_record()
-    t4, training, sm_75 = map(shared.stored, ("t4", "training", "sm_75"))
+    t4, training = map(shared.stored, ("t4", "training"))
     if record:
         found["record"] = record_block(record, shared.stored("runs"), t4, shared.stored("tests"))
-    if record and t4 and sm_75:
-        found["t4"] = t4_block(t4, record, sm_75)
+    if record and t4:
+        found["t4"] = t4_block(t4, record)
     if training:
         found["training"] = training_block(training)
     return found
