@@ -34,12 +34,12 @@ ESTIMATE = """**An estimate, not a measurement**, for the test's 9000 calls:
     seconds = bytes moved / speed + 9000 x host's time a call x factor
 
 * *Bytes a weight*: {fused:.3f}; three launches also write and read fp32 scales: {split:.3f}.
-* *Speed*: 100, 90 or 80 % of a T4's copy, [{copy:.0f} GB/s]({copy_url}); we do not know which.
+* *Speed*: 100, 90 or 80 % of a T4's copy, [{copy:.0f} GB/s]({copy_url}); unknown which.
 * *Host's time*: a call of the mix in the race less its kernel, {gpu}: {host}. (Three launches'
-  kernels count by their bytes.)
-* *Factor*: a T4's slower host, for all alike. By it three launches take the published
-  [{published[0]} s]({urls[0]}) or, by another author, [{published[1]} s]({urls[1]}), his least of
-  thirty, both with older software. Factors below 1 are left out."""
+  kernels: Unsloth's, scaled by bytes.)
+* *Factor*: how much slower a T4's host is, for all alike; in each row such that three launches take
+  the time published by [one]({urls[0]}) or [another author]({urls[1]}), with older software.
+  Factors below 1 are left out."""
 PROGRESS = re.compile(r"\s*(rounds:.*)?", re.S)  # bars that have come to their end
 TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run/"
 
@@ -112,8 +112,7 @@ def t4_block(t4, record):
     last = "*Run all* may take {} to {} minutes there, after installation."
     host = [f"{who} {us:.1f} us" for who, us in t4["record"]["host_us"].items()]
     numbers = t4["record"] | {"host": ", ".join(host), "fused": FUSED, "split": SPLIT}
-    numbers |= {"copy": COPY_GB_S, "copy_url": COPY_URL}
-    numbers |= {"published": list(PUBLISHED), "urls": list(PUBLISHED.values())}
+    numbers |= {"copy": COPY_GB_S, "copy_url": COPY_URL, "urls": list(PUBLISHED.values())}
     return "\n\n".join([ESTIMATE.format(**numbers), markdown(rows), last.format(*minutes)])
 
 
@@ -127,6 +126,7 @@ def training_block(training):
         line["stock / ours"] = f"{float(line['stock, ms']) / float(line['ours, ms']):.2f}"
     stock = "*Stock* is bitsandbytes, or Unsloth for its MLP; *ours* is within `in_bitsandbytes`,"
     origin = f"{training['gpu']}, {training['date']}"
+    origin += "; of all times only the two of a row took turns"
     return f"{stock} or has the lines above. {origin}:\n\n{markdown(rows.values())}"
 
 
