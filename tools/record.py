@@ -75,7 +75,7 @@ def record_block(record, runs, t4, tests):
             rows.append(row)
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
     which = "; the latest run in `results/runs.json`" if len(runs) > 1 else ""
-    run = f"* **{origin}**{which}. *Run all* took {record['seconds'] / 60:.1f} minutes."
+    run = f"* **{origin}**{which}."
     exact = "{checked:,} comparisons of weights, bit for bit: {differing} differ."
     found = f"* {exact.format(**record['exact'])}"
     if tests:
