@@ -37,9 +37,9 @@ ESTIMATE = """**An estimate, not a measurement**, for the test's 9000 calls:
 * *Speed*: 100, 90 or 80 % of a T4's copy, [{copy:.0f} GB/s]({copy_url}); unknown which.
 * *Host's time*: a call of the mix in the race less its kernel, {gpu}: {host}. (Three launches'
   kernels: Unsloth's, scaled by bytes.)
-* *Factor*: how much slower a T4's host is. Each row's makes three launches take the first column's
-  time, which [one]({urls[0]}) or [another author]({urls[1]}) published, with older software. Below
-  1 is unlikely: the range at the top is without that row."""
+* *Factor*: a T4's slower host, such that three launches take the time (first column) that
+  [one]({urls[0]}) or [another author]({urls[1]}) published, with older software. Below 1 is
+  unlikely: the range at the top is without that row."""
 PROGRESS = re.compile(r"\s*(rounds:.*)?", re.S)  # bars that have come to their end
 TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run/"
 
@@ -74,7 +74,7 @@ def record_block(record, runs, t4, tests):
                 row[f"mix, range of {len(runs)} runs"] = from_to(mixes)
             rows.append(row)
     origin = f"{record['gpu']}, {record['date']}; host: {record['cpu']}, {record['cores']} cores"
-    which = "; the latest run in `results/runs.json`" if len(runs) > 1 else ""
+    which = "; the latest of its runs in `results/runs.json`" if len(runs) > 1 else ""
     run = f"* **{origin}**{which}."
     exact = "{checked:,} comparisons of weights, bit for bit: {differing} differ."
     found = f"* {exact.format(**record['exact'])}"
