@@ -37,8 +37,8 @@ ESTIMATE = """**An estimate, not a measurement**, for the test's 9000 calls:
 * *Speed*: 100, 90 or 80 % of a T4's copy, [{copy:.0f} GB/s]({copy_url}); unknown which.
 * *Host's time*: a call of the mix in the race less its kernel, {gpu}: {host}. (Three launches'
   kernels: Unsloth's, scaled by bytes.)
-* *Factor*: a T4's slower host, such that three launches take the time (first column) that
-  [one]({urls[0]}) or [another author]({urls[1]}) published, with older software. Below 1 is
+* *Factor*: how much slower a T4's host is, fitted so that three launches take a published time
+  (first column: [one]({urls[0]}), [another]({urls[1]}); older software). Below 1, a faster host, is
   unlikely: the range at the top is without that row."""
 PROGRESS = re.compile(r"\s*(rounds:.*)?", re.S)  # bars that have come to their end
 TO_RUN = "run the notebook on a GPU (README, Run it), then tools/record.py run/"
