@@ -127,7 +127,7 @@ def training_block(training):
         line["stock / ours"] = f"{float(line['stock, ms']) / float(line['ours, ms']):.2f}"
     stock = "*Stock* is bitsandbytes, or Unsloth for its MLP; *ours* is within `in_bitsandbytes`,"
     origin = f"{training['gpu']}, {training['date']}"
-    origin += "; compare within a row: the host drifts, and rows ran apart"
+    origin += "; compare within a row: rows ran apart, on a shared host"
     return f"{stock} or has the lines above. {origin}:\n\n{markdown(rows.values())}"
 
 
