@@ -178,6 +178,25 @@ def test_compiled_code_follows_an_edit(device, monkeypatch, what):
     assert nf4.bits_differing(eager, before) > 0
 
 
+IN_A_PROCESS = """
+import shared, torch
+nf4 = shared.load()
+shared.execute({!r} + shared.defining("_dequantize_nf4_kernel"), "edited", vars(nf4))
+weight, state = nf4.quantized((64, 64), torch.float16, "{}")
+out = torch.compile(lambda packed: nf4.dequantize_nf4(packed, state) * 1, fullgraph=True)(weight)
+assert nf4.bits_differing(out, nf4.spec(weight, state) * {}) == 0
+"""
+
+
+@pytest.mark.gpu  # on a CPU no kernel was ever in what is cached
+def test_the_next_process_follows_an_edit_with_warm_caches(tmp_path, device):
+    """Inductor's caches lie on disk; the first process has a wrong kernel."""
+    for edit, factor in ((helpers.DOUBLED, 2), ("", 1)):
+        script = IN_A_PROCESS.format(edit, device, factor)
+        done = helpers.in_a_process(script, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_second_module_takes_the_operator_over_both_bodies(nf4, device, monkeypatch):
     """A reload, or the exported module beside the notebook: calls by either, and compiled code."""
     for body in ("run", "run_fake"):  # the session's, afterwards, too

@@ -61,6 +61,11 @@ def from_to(values):
     return f"{min(values):.2f} to {max(values):.2f}"
 
 
+def likely(t4, column):
+    """The estimate's column, without rows of a T4's host that is faster than the record's."""
+    return [row[column] for row in t4["estimate"] if row["factor"] >= 1]
+
+
 def record_block(record, runs, t4, tests):
     rows = []
     others = [run for run in runs if run["gpu"] != record["gpu"]]
@@ -80,18 +85,16 @@ def record_block(record, runs, t4, tests):
     found = f"* {exact.format(**record['exact'])}"
     if tests:
         tests = tests | {"failed": tests["failed"] + tests["error"]}
-        text = (
-            " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed; {skipped}, for other "
-        )
-        found += (text + "machines, skipped.").format(**tests)
+        text = " The tests on {gpus} x {gpu}: {passed} passed, {failed} failed; "
+        text += "{skipped}, for other machines, skipped."
+        found += text.format(**tests)
     if others:
         also = [f"{each['gpu']} {each['ratios']['unsloth']['mix']:.2f}" for each in others]
         found += f" On other GPUs, the mix over today's Unsloth: {', '.join(also)}."
     paragraphs = [markdown(rows), f"{run}\n{found}"]
     if t4 and "T4" not in record["gpu"]:
-        likely = [row for row in t4["estimate"] if row["factor"] >= 1]
-        over = [row["over_unsloth"] for row in likely]
-        older = from_to([row["over_three_launches"] for row in likely])
+        over = likely(t4, "over_unsloth")
+        older = from_to(likely(t4, "over_three_launches"))
         text = "**No time has been measured on a Tesla T4**: we had none. Our estimate there "
         text += f"(section 7): {from_to(over)} times today's Unsloth, {older} times the three "
         text += "launches. The challenge asks for 1.15"
@@ -107,7 +110,7 @@ def t4_block(t4, record):
         line |= {"factor": f"{row['factor']:.2f}", "Unsloth, s": f"{row['unsloth_s']:.2f}"}
         line |= {"ours, s": f"{row['ours_s']:.2f}", "over Unsloth": f"{row['over_unsloth']:.2f}"}
         rows.append(line | {"over three launches": f"{row['over_three_launches']:.2f}"})
-    factors = [row["factor"] for row in t4["estimate"] if row["factor"] >= 1]
+    factors = likely(t4, "factor")
     hosts = [record["seconds"] / 60 * factor for factor in (min(factors), max(factors))]
     minutes = [round(host + 3) for host in hosts]  # 3: the race moves 60 tests' bytes, 2.5 s each
     last = "*Run all* may take {} to {} minutes there, after installation."

@@ -99,12 +99,12 @@ def train(model, optimizer, ids, context):
     return [loss.detach()]
 
 
-def measure_llamas(nf4, sizes, device, tokens=TOKENS, rounds=60):
+def measure_llamas(nf4, device, rounds=60):
     rows = []
     for state in STATES:
-        model = build(sizes, device, state)
+        model = build(LLAMA_8B, device, state)
         optimizer = torch.optim.AdamW(adapters_of(model), lr=0.0)  # so each step is the first
-        for shape in tokens:
+        for shape in TOKENS:
             ids = torch.randint(512, shape, device=device)
             what = {"model": "2 layers of Llama-3-8B's size, LoRA", "state": str(state)[6:]}
             what["tokens"] = f"{shape[0]} x {shape[1]}"
@@ -151,7 +151,7 @@ def main():
         raise SystemExit("Training steps are timed on a GPU, and there is none here.")
     found = {"gpu": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
     found["versions"] = {package: version(package) for package in PACKAGES}
-    found["rows"] = measure_llamas(shared.load(), LLAMA_8B, "cuda")
+    found["rows"] = measure_llamas(shared.load(), "cuda")
     command = "import unsloth, json, shared, training as t; from pathlib import Path; "
     command += "rows = t.measure_mlps(shared.load(), 'cuda'); "
     command += "Path('rows.json').write_text(json.dumps(rows))"
