@@ -1,7 +1,6 @@
-"""What all tests get: the notebook's definitions and a device; the tally of a run on GPUs."""
+"""Give all tests the notebook's definitions and a device; write the tally of a run on GPUs."""
 
 import os
-import time
 from pathlib import Path
 
 import torch
@@ -32,29 +31,33 @@ def pytest_collection_modifyitems(items):
 def pytest_terminal_summary(terminalreporter, config):
     path = config.getoption("--tally")
     if path:
-        found = {"gpu": torch.cuda.get_device_name() if GPU else "CPU (Triton interpreter)"}
-        found |= {"gpus": torch.cuda.device_count(), "date": time.strftime("%Y-%m-%d")}
-        for outcome in ("passed", "failed", "error", "skipped"):
-            found[outcome] = len(terminalreporter.stats.get(outcome, []))
-        shared.write({path: found})
+        stats = {name: len(found) for name, found in terminalreporter.stats.items()}
+        data = {"gpus": torch.cuda.device_count(), "passed": stats.get("passed", 0)}
+        data["failed"] = stats.get("failed", 0) + stats.get("error", 0)
+        data["skipped"] = stats.get("skipped", 0)
+        gpu = torch.cuda.get_device_name() if GPU else None
+        shared.write(path, shared.entry("tests", data, gpu))
 
 
 @pytest.fixture(scope="session")
 def nf4():
     """The notebook's definitions. On a CPU, too, they run the assembly, which is emulated."""
     nf4 = shared.load()
-    nf4.SHUFFLES = nf4.tl.constexpr(True)
+    nf4.HAS_SHUFFLES = True
     return nf4
 
 
 @pytest.fixture(autouse=True)
 def alone(nf4, caplog):
-    """Each test leaves no plans behind, and no word of a refused plan that it did not expect."""
+    """Leave no plans behind; fail where the log has a line that the test did not expect."""
     torch._dynamo.reset()
     yield
     nf4.PLANS.clear()
-    nf4.TRIED.clear()
-    assert not [each for each in caplog.get_records("call") if each.name == "nf4_triton"]
+    nf4.TRIALS.clear()
+    nf4.warn_once.cache_clear()
+    nf4.private.cache_clear()
+    said = [each.getMessage() for each in caplog.get_records("call") if each.name == "nf4_triton"]
+    assert not said
 
 
 @pytest.fixture

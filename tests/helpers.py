@@ -1,4 +1,4 @@
-"""What the tests share: what is expected, tensors in odd places, and stand-ins for a GPU."""
+"""Share among the tests how bits are compared, odd tensors, and the stand-ins for a GPU."""
 
 import contextlib
 import ctypes
@@ -12,62 +12,125 @@ import weakref
 from concurrent import futures
 
 import numpy as np
+import pytest
 import shared
 import torch
 from bitsandbytes.functional import dequantize_4bit
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+NAMES = ["fp16", "bf16", "fp32"]  # readable ids
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
 DOUBLED = """
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
     return (x + x).to(DTYPE)
 
 
-"""  # in the place of the kernel's own, an edit
+"""  # an edit of the kernel's helper, after which all weights are doubled
 
 
 def expected(weight, state):
-    """bitsandbytes' own result; the formula's on a CPU, where theirs errs on ragged rows."""
+    """Return bitsandbytes' own result, or the formula's where bitsandbytes errs on a CPU."""
     *rest, columns = state.shape
     if weight.is_cuda or (rest and columns % state.blocksize == 0 and weight.is_contiguous()):
         return dequantize_4bit(weight.data.view(torch.uint8), state)
+    return formula(weight, state)
+
+
+def formula(weight, state):
+    """Return the weights by the notebook's `spec`; those of a [1, n] weight are transposed."""
     out = sys.modules["nf4_triton"].spec(weight, state)
-    return out.t() if weight.shape[0] == 1 else out
+    return out.t() if weight.shape[0] == 1 and out.dim() == 2 else out
+
+
+def assert_same_bits(out, wanted, weight, state):
+    """Compare the form and all bits of an output, and name the first weight that differs.
+
+    The payload of a NaN does not matter.
+    """
+    forms = [(x.dtype, x.device, tuple(x.shape), x.stride()) for x in (out, wanted)]
+    assert forms[0] == forms[1], f"expected {forms[1]}, got {forms[0]}"
+    integer = torch.int16 if out.itemsize == 2 else torch.int32
+    differ = (out.view(integer) != wanted.view(integer)) & ~(out.isnan() & wanted.isnan())
+    if not differ.any():
+        return
+    index = tuple(differ.nonzero()[0].tolist())
+    number = sum(i * stride for i, stride in zip(index, out.stride()))  # in the order of memory
+    packed = weight.data.contiguous().view(-1).view(torch.uint8)
+    nibble = int(packed[number // 2]) >> (0 if number % 2 else 4) & 0xF
+    absmax = state.absmax[number // state.blocksize].item()
+    values = []
+    for x in (wanted, out):
+        bits = x[index].view(integer).item() % 2 ** (8 * x.itemsize)
+        values.append(f"{x[index].item()} (bits {bits:#x})")
+    raise AssertionError(
+        f"{int(differ.sum())} of {out.numel()} weights differ in {out.dtype}.\n"
+        f"The first is weight {index}: expected {values[0]}, got {values[1]}.\n"
+        f"Its nibble is {nibble}, its absmax {absmax}, in a block of {state.blocksize}.\n"
+        "The formula stands in section 2 of the notebook, in `spec`. To check the kernel alone:\n"
+        ".venv/bin/python -m pytest tests/test_kernel.py -m quick"
+    )
 
 
 def moved(tensor, offset):
-    """A copy of the tensor's bytes at an offset in a larger buffer, in the same shape and dtype."""
+    """Copy the tensor's bytes to an offset in a larger buffer; keep its shape and dtype."""
     flat = tensor.reshape(-1).view(torch.uint8)
     buffer = torch.zeros(offset + flat.numel() + 16, dtype=torch.uint8, device=tensor.device)
     return buffer[offset : offset + flat.numel()].copy_(flat).view(tensor.dtype).view(tensor.shape)
 
 
-def every_second(weight):
-    """The same weight, in a buffer twice as long."""
-    return torch.cat((weight, weight), dim=1)[:, :1]
-
-
-def resized(tensor, n_bytes):
-    """With n_bytes of memory; none: as FSDP frees what it has gathered."""
-    tensor.untyped_storage().resize_(n_bytes)
-    return tensor
-
-
 def one_byte_on(table):
-    """A copy at an odd address, as DLPack can hand one over."""
+    """Copy the table to an odd address, as DLPack can hand one over."""
     shifted = torch.from_dlpack(moved(table.reshape(-1).view(torch.uint8), 1))
     return shifted.view(table.dtype).view(table.shape)
 
 
+def every_second(weight):
+    """Return the same weight as every second byte of a buffer."""
+    return torch.cat((weight, weight), dim=1)[:, :1]
+
+
+def resized(tensor, n_bytes):
+    """Leave the tensor n_bytes of memory; with 0 it is as FSDP leaves what it frees."""
+    tensor.untyped_storage().resize_(n_bytes)
+    return tensor
+
+
+def change(root, name, make):
+    """Replace what stands at the dotted name below the root by make(of it)."""
+    *path, last = name.split(".")
+    owner = functools.reduce(getattr, path, root)
+    setattr(owner, last, make(getattr(owner, last)))
+
+
 def in_a_process(script, **environment):
-    """What became of the script in a Python of its own, which sees the tests and the tools."""
+    """Run the script in a Python of its own, which finds the tests and tools; return what ended."""
     environment["PYTHONPATH"] = ":".join(map(str, [shared.ROOT / "tests", *sys.path]))
     how = {"env": os.environ | environment, "capture_output": True, "text": True, "timeout": 600}
     return subprocess.run([sys.executable, "-c", script], **how)
 
 
+def kernel_after(nf4, edit):
+    """Return the kernel as it is after this source and the kernel's cell were run again."""
+    names = dict(vars(nf4))  # a copy: other tests use the module, too
+    shared.execute(edit + shared.defining("_dequantize_nf4_kernel"), "edited", names)
+    return names["_dequantize_nf4_kernel"]
+
+
+# Stand-ins for a GPU. On a machine without one, Triton's interpreter runs the kernel, and three
+# things take the place of hardware. On a GPU none of them is used, and the same tests run on the
+# real things; the tests named here would fail there if a stand-in promised too much.
+#
+#   emulate_assembly  the kernel's two instructions      test_kernel: ..._has_bitsandbytes_bits
+#   Compiled          what Triton compiles of a kernel   test_call: test_each_compiled_kernel_is_...
+#   plan_on_cpu       torch's launcher and allocator     test_call: test_a_change_is_seen
+#                     the current stream                 test_call: test_the_current_stream_is_used
+#                     the current GPU                    test_call: test_another_gpu_may_be_current
+#                     whether a graph is captured        test_call: test_a_graph_is_captured_...
+
+
 def emulate_assembly():
-    """Triton's interpreter learns the kernel's two instructions. Row i of a block is thread i."""
+    """Teach Triton's interpreter the kernel's two instructions. Row i of a block is thread i."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     splat = InterpreterBuilder.create_splat
@@ -82,7 +145,7 @@ def emulate_assembly():
         return types.SimpleNamespace(get_result=lambda i: handle)
 
     def splat_lanes(builder, block, scalar):
-        """A scalar that has a value for each of 32 lanes, as a block."""
+        """Make a block of a scalar that has a value for each of 32 lanes."""
         if scalar.data.size != 32:
             return splat(builder, block, scalar)
         rows = scalar.data[np.arange(block.shape[0]) % 32]
@@ -93,7 +156,7 @@ def emulate_assembly():
 
 
 def shuffle(values, lanes, segments):
-    """shfl.sync.idx by PTX's rules: bits 8 to 12 of segments mask a segment's lane, 0 to 4 clamp"""
+    """Do shfl.sync.idx as PTX has it: bits 8 to 12 mask a segment's lane, bits 0 to 4 clamp it."""
     fixed, most = (segments >> 8) & 0x1F, segments & 0x1F
     row = np.arange(len(values))[:, None]
     lane = row % 32
@@ -103,7 +166,7 @@ def shuffle(values, lanes, segments):
 
 
 class Compiled:
-    """Stands for what Triton compiles of a kernel. Called with addresses, it rebuilds tensors."""
+    """Stand for what Triton compiles of a kernel. Called with addresses, it rebuilds tensors."""
 
     metadata = types.SimpleNamespace(num_warps=4, num_ctas=1, shared=0, launch_pdl=False)
     metadata.launch_cooperative_grid = False
@@ -113,8 +176,12 @@ class Compiled:
         self.kernel, self.dtypes, self.constants = kernel, dtypes, constants
         self.function = weakref.proxy(self)  # it lasts as long as this
         signature = ["constexpr" if dtype is None else "*" for dtype in dtypes]
-        signature += ["i32"] + ["constexpr"] * 3
+        signature += ["i32"] + ["constexpr"] * len(constants)
         self.src = types.SimpleNamespace(signature=dict(enumerate(signature)))
+
+    def __getitem__(self, grid):
+        """Launch as Triton's own launcher does, with tensors."""
+        return lambda *given: self.kernel[grid](*given)
 
     def __call__(self, programs, values):
         *addresses, n_weights, scratch, profile_scratch = values
@@ -127,30 +194,34 @@ class Compiled:
 
 
 def plan_on_cpu(nf4, monkeypatch):
-    """Plans are made as on a GPU. Returns a namespace: the current device and stream."""
-    world = types.SimpleNamespace(device=None, stream=0)
+    """Let plans be made as on a GPU. Return the current device and stream, which can be set."""
+    world = types.SimpleNamespace(device=None, stream=0)  # a CPU's index is None
     launch, compiled = nf4.launch, {}
 
-    def launch_and_compile(out, tensors, kind):
-        launch(out, tensors, kind)
+    def launch_and_compile(out, tensors, kind, shuffle=True):
+        launch(out, tensors, kind, shuffle)
         dtypes = [getattr(table, "dtype", None) for table in tensors[1:]]
         dtypes = (out.dtype, torch.uint8, *dtypes)
-        key = (nf4._dequantize_nf4_kernel, dtypes, *kind[2:], nf4.WORDS)
+        key = (nf4._dequantize_nf4_kernel, dtypes, *kind[2:], nf4.WORDS, shuffle)
         if key not in compiled:
             compiled[key] = Compiled(*key)
         return compiled[key]
 
     def launch_kernel(function, x, y, z, num_warps, shared_bytes, types_given, values, stream):
         assert (y, z, num_warps, shared_bytes) == (1, 1, 4, 0)
-        assert stream == world.stream and world.device is None
+        assert stream == world.stream and world.device is None, "another GPU is current"
         assert types_given == "O" * (len(values) - 3) + "iOO"
         # In another thread: modes and transforms are thread-local; they see no real launch, either.
         with futures.ThreadPoolExecutor(1) as pool:
             pool.submit(function, x, values).result()
 
+    def exchange(index):
+        before, world.device = world.device, index
+        return before
+
     @contextlib.contextmanager
     def current(index):
-        before, world.device = world.device, index
+        before = exchange(index)
         yield
         world.device = before
 
@@ -158,6 +229,8 @@ def plan_on_cpu(nf4, monkeypatch):
     patch(nf4, "launch", launch_and_compile)
     patch("torch._C._StaticCudaLauncher", types.SimpleNamespace(_launch_kernel=launch_kernel))
     patch("torch._C._cuda_getDevice", lambda: world.device)
+    patch("torch._C._cuda_exchangeDevice", exchange)
+    patch("torch._C._cuda_maybeExchangeDevice", exchange)
     patch("torch._C._cuda_getCurrentRawStream", lambda index: world.stream)
     guards = torch._C._dynamo.guards
     patch(guards, "_empty_strided_cuda", guards._empty_strided_cpu)  # as invisible to tracers
@@ -165,18 +238,12 @@ def plan_on_cpu(nf4, monkeypatch):
     patch("torch.cuda.device_of", lambda tensor: current(None))
     patch("torch.cuda.is_current_stream_capturing", lambda: False)
     patch("torch.cuda.get_sync_debug_mode", lambda: 0)
+    nf4.private.cache_clear()  # it may hold torch's own
     return world
 
 
-def change(root, name, make):
-    """What stands at the dotted name below the root becomes make(of it)."""
-    *path, last = name.split(".")
-    owner = functools.reduce(getattr, path, root)
-    setattr(owner, last, make(getattr(owner, last)))
-
-
 class Planned:
-    """A module that keeps plans (on a CPU by stand-ins), and what its calls ran."""
+    """Call a module that keeps plans (on a CPU by stand-ins), and see what its calls ran."""
 
     def __init__(self, nf4, device, patch):
         self.nf4, self.device, self.patch = nf4, device, patch
@@ -187,34 +254,42 @@ class Planned:
             self.n_by_operator += 1
             return run(*given)
 
-        patch.setattr(nf4.NF4_OPS, "run", count_and_run)
+        patch.setattr(nf4, "run_operator", count_and_run)
+
+    @contextlib.contextmanager
+    def replaced(self, name, value):
+        """Replace a function of torch, which the module may have gathered already."""
+        with self.patch.context() as patch:
+            patch.setattr(name, value)
+            self.nf4.private.cache_clear()
+            yield
+        self.nf4.private.cache_clear()
 
     def made(self, seed=0, dtype=torch.float16, shape=(32, 64), **how):
-        """A layer that was never called."""
+        """Return a layer that was never called."""
         how.setdefault("device", self.device)
         weight, state = self.nf4.quantized(shape, dtype, seed=seed, **how)
         return types.SimpleNamespace(weight=weight, quant_state=state)
 
     def layer_with_plan(self):
-        """A layer whose first call has left a plan for its kind."""
+        """Return a layer whose first call has left a plan for its kind."""
         layer = self.made()
-        assert self.ran(layer) == "operator" and self.nf4.PLANS
+        assert self.ran(layer) == "operator" and self.n_plans() > 0
         return layer
 
     def dequantize(self, layer):
         return self.nf4.dequantize_nf4(layer.weight, layer.quant_state)
 
     def ran(self, layer):
-        """What a call ran, "plan" or "operator"; its bits are right."""
+        """Call, compare the output's bits, and return what the call ran: "plan" or "operator"."""
         before = self.n_by_operator
-        out = self.dequantize(layer)
-        assert out.dtype == layer.quant_state.dtype and not out.requires_grad
-        assert self.n_wrong(out, layer) == 0
+        self.assert_right(self.dequantize(layer), layer)
         return "plan" if self.n_by_operator == before else "operator"
 
-    def n_wrong(self, out, layer):
-        want = self.nf4.spec(layer.weight, layer.quant_state)
-        return self.nf4.bits_differing(out, want.t() if layer.weight.shape[0] == 1 else want)
+    def assert_right(self, out, layer):
+        wanted = formula(layer.weight, layer.quant_state)
+        assert not out.requires_grad
+        assert_same_bits(out, wanted, layer.weight, layer.quant_state)
 
     def n_plans(self):
         return sum(map(len, self.nf4.PLANS.values()))

@@ -1,7 +1,6 @@
 """Compilers, tracers and transforms see one operator: one graph, equal bits, no constant weight."""
 
 import copy
-import sys
 from functools import partial
 from unittest import mock
 
@@ -22,35 +21,7 @@ def compiled(function, backend=BACKEND, dynamic=None):
     return torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
 
 
-def test_section_6_misses_no_wrong_bit_recompilation_or_break(nf4, monkeypatch):
-    run = mock.Mock(wraps=nf4.run_operator)
-    monkeypatch.setattr(nf4.NF4_OPS, "run", run)
-    mlps = [
-        nf4.build(nf4.SMALL_OPTIONS[1]._replace(seed=seed), torch.float16)[1] for seed in (0, 1)
-    ]
-    first = mlps[0]
-
-    def right(mlp):
-        return nf4.dequantize_bits(mlp, nf4.your_dequantize_nf4)
-
-    def another_shape(mlp):
-        return [nf4.your_dequantize_nf4(mlp.up_proj if mlp is first else mlp.down_proj)]
-
-    def broken(mlp):
-        torch._dynamo.graph_break()
-        return right(mlp)
-
-    outs, is_compiled = nf4.compiled_once(right, mlps)
-    wanted = [out for mlp in mlps for out in nf4.dequantize_bits(mlp, nf4.bnb_dequantize)]
-    assert is_compiled and len(outs) == 6 and all(map(torch.equal, outs, wanted))
-    assert type(run.call_args.args[0]) is torch.Tensor, "Params4bit.__torch_function__ is slow"
-    with pytest.raises(RuntimeError, match="recompil"):
-        nf4.compiled_once(another_shape, mlps)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        nf4.compiled_once(broken, mlps)
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, True], ids=["sizes fixed", "sizes dynamic"])
 def test_all_weights_of_a_kind_share_one_graph(planned, dynamic):
     """At any address, with plans and without."""
     for dtype, shape in ((torch.float16, (32, 64)), (torch.float32, (3, 5))):
@@ -60,16 +31,62 @@ def test_all_weights_of_a_kind_share_one_graph(planned, dynamic):
         for _ in range(2):
             for offset in (4, 5, 7, 8):
                 layer = planned.made(offset, dtype, shape)
-                out = function(helpers.moved(layer.weight, offset), layer.quant_state)
-                assert planned.n_wrong(out, layer) == 0
+                layer.weight = helpers.moved(layer.weight, offset)
+                out = function(layer.weight, layer.quant_state)
+                planned.assert_right(out, layer)
             planned.ran(layer)
         assert counter.frame_count == 1
 
 
-def test_the_operator_keeps_torchs_rules(nf4, device):
-    for dtype, nested in ((torch.bfloat16, True), (torch.float32, False)):
-        tensors, kind = nf4.read(*nf4.quantized((64, 64), dtype, device, nested=nested))
-        torch.library.opcheck(nf4.NF4_OPS.dequantize.default, (*tensors, *kind))
+@pytest.mark.parametrize("as_parameter", [False, True], ids=["a tensor", "a Parameter"])
+def test_a_compiled_1_by_n_weight_comes_back_transposed(planned, as_parameter):
+    layer = planned.made(shape=(32, 128))
+    layer.weight = layer.weight.view(1, -1)
+    if as_parameter:
+        layer.weight = torch.nn.Parameter(layer.weight, requires_grad=False)
+    out = compiled(planned.nf4.dequantize_nf4)(layer.weight, layer.quant_state)
+    planned.assert_right(out, layer)
+    assert out.shape == (128, 32)
+
+
+def test_the_operator_gets_a_plain_tensor_of_a_compiled_parameter(planned):
+    """Params4bit.__torch_function__ would make each access to it slow."""
+    body = mock.Mock(wraps=planned.nf4.run_operator)
+    planned.patch.setattr(planned.nf4, "run_operator", body)
+    layer = planned.made()
+    layer.weight = torch.nn.Parameter(layer.weight, requires_grad=False)
+    compiled(planned.nf4.dequantize_nf4)(layer.weight, layer.quant_state)
+    assert type(body.call_args.args[0]) is torch.Tensor
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "nested_compile_region"), reason="needs torch 2.8")
+def test_a_region_that_is_compiled_once_for_four_layers_is_right(planned):
+    @torch.compiler.nested_compile_region
+    def product(x, layer):
+        return x @ planned.nf4.dequantize_nf4(layer.weight, layer.quant_state).t()
+
+    layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(4))
+    for seed, layer in enumerate(layers):
+        vars(layer).update(vars(planned.made(seed, shape=(64, 64))))
+
+    def model(x):
+        for layer in layers:
+            x = product(x, layer)
+        return x
+
+    x = torch.eye(64, dtype=torch.float16, device=planned.device)
+    wanted = x
+    for layer in layers:
+        wanted = wanted @ helpers.formula(layer.weight, layer.quant_state).t()
+    torch.testing.assert_close(compiled(model)(x), wanted)
+
+
+@pytest.mark.parametrize(
+    "dtype, nested", [(torch.bfloat16, True), (torch.float32, False)], ids=["bf16", "fp32, plain"]
+)
+def test_the_operator_keeps_torchs_rules(nf4, device, dtype, nested):
+    tensors, kind = nf4.unpack(*nf4.quantized((64, 64), dtype, device, nested=nested))
+    torch.library.opcheck(nf4.OPERATOR, (*tensors, *kind))
 
 
 def exported(function, packed, strict=False, sizes=None):
@@ -113,13 +130,13 @@ def test_tracers_make_no_weight_constant(planned, how):
         state = layer.quant_state
         if how.startswith("symbolic "):
             state = sized
-            state.shape = (packed.shape[0] // 32, 64)
+            state.shape = packed.new_empty(packed.shape[0] // 32, 64).shape
         return planned.nf4.dequantize_nf4(packed, state)
 
     for _has_plan in (False, True):
         for _again in (False, True):
             traced = TRACERS[how](function, layer.weight)
-            assert planned.n_wrong(traced(other.weight), other) == 0
+            planned.assert_right(traced(other.weight), other)
         planned.ran(layer)
     assert planned.ran(layer) == "plan", "a trace made its kind slow"
 
@@ -154,28 +171,56 @@ def run_operator(weight, *others, run=run_operator):
     return run(~weight, *others)
 
 
-NF4_OPS.run = run_operator
 PLANS.clear()
 """
 
 
-@pytest.mark.parametrize("what", ["a helper of the kernel", "the operator"])
-def test_compiled_code_follows_an_edit(device, monkeypatch, what):
-    """Cells run again, by a reader who edits them; what was compiled before gives what they say."""
-    nf4 = shared.load("nf4_followed")
+@pytest.fixture
+def copied(device, monkeypatch):
+    """A copy of the code, which may be edited."""
+    nf4 = shared.load("nf4_edited")
     if not GPU:
         helpers.plan_on_cpu(nf4, monkeypatch)
-    weight, state = nf4.quantized((64, 64), torch.float16, device)
-    function = compiled(lambda packed: nf4.dequantize_nf4(packed, state) * 1)
+    return nf4
+
+
+@pytest.mark.parametrize("what", ["a helper of the kernel", "the operator"])
+def test_compiled_code_follows_an_edit(copied, device, what):
+    """Cells run again, by a reader who edits them; what was compiled before gives what they say."""
+    weight, state = copied.quantized((64, 64), torch.float16, device)
+    function = compiled(lambda packed: copied.dequantize_nf4(packed, state) * 1)
     for _ in range(3):  # by the kernel, then by plans
         before = function(weight)
     edited = INVERTED
     if what == "a helper of the kernel":
-        edited = helpers.DOUBLED + shared.defining("_dequantize_nf4_kernel", "nf4_followed")
-    shared.execute(edited, f"edited {what}", vars(nf4))
-    eager = nf4.dequantize_nf4(weight, state)
-    assert nf4.bits_differing(function(weight), eager) == 0
-    assert nf4.bits_differing(eager, before) > 0
+        edited = helpers.DOUBLED + shared.defining("_dequantize_nf4_kernel", "nf4_edited")
+    shared.execute(edited, f"edited {what}", vars(copied))
+    eager = copied.dequantize_nf4(weight, state)
+    helpers.assert_same_bits(function(weight), eager, weight, state)
+    assert copied.bits_differing(eager, before) > 0
+
+
+def test_a_compiler_follows_an_edit_of_the_fake_body(copied, device):
+    weight, state = copied.quantized((64, 64), torch.float16, device)
+    edit = "def run_fake(*given, run=run_fake):\n    return run(*given).t()\n"
+    shapes = []
+    for source in ("", edit):
+        shared.execute(source, "edited run_fake", vars(copied))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            shapes.append(copied.dequantize_nf4(weight.view(32, 64), state).stride())
+    assert shapes == [(64, 1), (1, 64)]
+
+
+def test_every_cell_of_the_call_can_run_again(copied, device):
+    """Without a second operator: what was compiled before would keep the first one."""
+    weight, state = copied.quantized((64, 64), torch.float16, device)
+    operator = copied.OPERATOR
+    for name in ("PLANS", "TRIALS", "make_plan", "run_operator", "register", "check"):
+        shared.execute(shared.defining(name), f"{name} again", vars(copied))
+        for _ in range(2):
+            out = copied.dequantize_nf4(weight, state)
+            helpers.assert_same_bits(out, copied.spec(weight, state), weight, state)
+    assert copied.OPERATOR is operator
 
 
 IN_A_PROCESS = """
@@ -195,27 +240,3 @@ def test_the_next_process_follows_an_edit_with_warm_caches(tmp_path, device):
         script = IN_A_PROCESS.format(edit, device, factor)
         done = helpers.in_a_process(script, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
         assert done.returncode == 0, done.stderr
-
-
-def test_a_second_module_takes_the_operator_over_both_bodies(nf4, device, monkeypatch):
-    """A reload, or the exported module beside the notebook: calls by either, and compiled code."""
-    for body in ("run", "run_fake"):  # the session's, afterwards, too
-        monkeypatch.setattr(nf4.NF4_OPS, body, getattr(nf4.NF4_OPS, body))
-    monkeypatch.setitem(sys.modules, "nf4_triton", nf4)
-    weight, state = nf4.quantized((64, 64), torch.float16, device)
-    want = nf4.dequantize_nf4(weight, state)
-    function = compiled(lambda weight, state: nf4.dequantize_nf4(weight, state))
-    function(weight, state)
-    beside = shared.load()
-    for dequantize in (function, nf4.dequantize_nf4, beside.dequantize_nf4):
-        assert nf4.bits_differing(dequantize(weight, state), want) == 0
-    assert nf4.NF4_OPS.run is beside.run_operator and nf4.NF4_OPS.run_fake is beside.run_fake
-    assert nf4.PLANS is not beside.PLANS
-
-
-def test_a_module_is_loaded_twice_before_any_call(device):
-    """As by importlib.reload: the operator is there already."""
-    for _ in range(2):
-        nf4 = shared.load("nf4_twice")
-    weight, state = nf4.quantized((64, 64), torch.float16, device)
-    assert nf4.bits_differing(nf4.dequantize_nf4(weight, state), nf4.spec(weight, state)) == 0

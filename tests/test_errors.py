@@ -8,147 +8,211 @@ import helpers
 import pytest
 import torch
 from bitsandbytes.functional import _convert_weight_packed_for_cpu
-from helpers import every_second, resized
+from helpers import every_second, moved, one_byte_on, resized
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+GPU = torch.cuda.is_available()
 
 
 class Fault(NamedTuple):
-    words: str  # what must be said
-    where: str  # "weight", or "quant_state" and its field
+    words: str  # what the error must say, as a regular expression
+    where: str  # "weight", "state" or a field of the state
     make: Callable  # make(old value) -> new value
     error: type | tuple = ValueError
+
+
+def as_(value):
+    return lambda old: value
 
 
 def strided(tensor):
     return torch.stack((tensor, tensor), -1)[..., 0]
 
 
-def nested(tensor):
-    return torch.nested.nested_tensor([tensor])
-
-
 def repacked(state):
-    """As bitsandbytes leaves it with a weight for its CPU kernels."""
+    """Return the state as bitsandbytes leaves it with a weight for its CPU kernels."""
     weight = torch.zeros(1024, 1, dtype=torch.uint8, device=state.absmax.device)
     return _convert_weight_packed_for_cpu(weight, state)[1]
 
 
-BY_READ = {
-    "the state is None": Fault("layer on the GPU", "state", lambda _: None, TypeError),
-    "repacked for a CPU's kernels": Fault("a CPU's repacked one", "state", repacked),
-    "quant_type": Fault("quant_type must be 'nf4', got 'fp4'", "quant_type", lambda _: "fp4"),
-    "no shape": Fault("4-bit weight", "shape", lambda _: None, TypeError),
-    "no fields in state2": Fault("4-bit", "state2", lambda _: SimpleNamespace(), TypeError),
-    "state2.dtype": Fault("got .*16: set quant_state.s", "state2.dtype", lambda _: torch.float16),
-    "state2.blocksize 0": Fault("blocksize 0 .*must be None", "state2.blocksize", lambda _: 0),
-    "dtype": Fault("dtype must be .* got torch.float64", "dtype", lambda _: torch.float64),
-    "no dtype": Fault("dtype must be .* got None", "dtype", lambda _: None),
+BY_UNPACK = {
+    "no state": Fault("a layer gets it on a GPU", "state", as_(None), TypeError),
+    "repacked for a CPU": Fault("repacked for a CPU: load it again", "state", repacked),
+    "quant_type": Fault("quant_type 'nf4', got 'fp4'", "quant_type", as_("fp4")),
+    "no shape in the state": Fault("a 4-bit weight", "state", as_(SimpleNamespace()), TypeError),
+    "no fields in state2": Fault("a 4-bit weight", "state2", as_(SimpleNamespace()), TypeError),
+    "state2.dtype": Fault("got torch.float16: set quant", "state2.dtype", as_(torch.float16)),
+    "state2.blocksize 0": Fault("state2.blocksize of 32 to .* got 0", "state2.blocksize", as_(0)),
+    "dtype": Fault("quant_state.dtype in .* got torch.float64", "dtype", as_(torch.float64)),
+    "no dtype": Fault("quant_state.dtype in .* got None", "dtype", as_(None)),
 }
 BY_CHECK = {
-    "no weight": Fault("the weight must be .* got None", "weight", lambda w: None),
-    "a byte too few": Fault("weight must have 1024 bytes .* 1023", "weight", lambda w: w[:-1]),
-    "as many elements, not bytes": Fault("1024 bytes .* got 2048", "weight", lambda w: w.short()),
+    "no weight": Fault("the weight to be .* got None", "weight", as_(None)),
+    "a byte too few": Fault("have 1024 bytes, got 1023", "weight", lambda w: w[:-1]),
+    "as many elements": Fault("have 1024 bytes, got 2048", "weight", lambda w: w.short()),
     "weight sparse": Fault("strided|[Ss]parse", "weight", lambda w: w.to_sparse()),
-    "weight on meta": Fault("must be on meta, got c", "weight", lambda w: w.to("meta")),
-    "an odd shape": Fault("1008 bytes .* got 1024", "shape", lambda _: torch.Size((32, 63))),
-    "blocksize 63": Fault("blocksizes must be .* got 63 and 256", "blocksize", lambda _: 63),
-    "blocksize 64.0": Fault("'blocksize'.*float", "blocksize", lambda _: 64.0, RuntimeError),
-    "another blocksize": Fault("absmax must have 16 elements", "blocksize", lambda _: 128),
-    "state2.blocksize": Fault("must be .* got 64 and 100", "state2.blocksize", lambda _: 100),
-    "no absmax": Fault("absmax must be .* got None", "absmax", lambda _: None),
-    "absmax not nested": Fault("absmax must be in one of .*float32", "state2", lambda _: None),
-    "absmax strided": Fault("absmax must have 32 elements without gaps", "absmax", strided),
-    "absmax in fp32": Fault("absmax must be in one of .*uint8", "absmax", lambda t: t.float()),
-    "absmax a list": Fault("'absmax'.*list", "absmax", lambda t: t.tolist(), RuntimeError),
-    "no offset": Fault("offset must be .* got None", "offset", lambda _: None),
-    "offset of integers": Fault("offset must be .* torch.int32", "offset", lambda t: t.int()),
-    "absmax2 in fp16": Fault("state2.absmax must be", "state2.absmax", lambda t: t.half()),
-    "code2 of 255": Fault("state2.code .* 256 .*, got .255", "state2.code", lambda t: t[:255]),
-    "offset in fp64": Fault("no dimension, got .*1", "offset", lambda t: t.double().view(1)),
+    "weight on meta": Fault("absmax on meta, got it on c", "weight", lambda w: w.to("meta")),
+    "an odd shape": Fault("have 1008 bytes, got 1024", "shape", as_(torch.Size((32, 63)))),
+    "blocksize 63": Fault("block sizes in .* got 63 and", "blocksize", as_(63)),
+    "blocksize True": Fault("block sizes in .* got (1|True) and", "blocksize", as_(True)),
+    "blocksize 64.0": Fault("blocksize.*float", "blocksize", as_(64.0), RuntimeError),
+    "state2.blocksize 256.0": Fault("2.*float", "state2.blocksize", as_(256.0), RuntimeError),
+    "shape of floats": Fault("shape", "shape", as_((32.0, 64.0)), RuntimeError),
+    "another blocksize": Fault("absmax to have 16 elements", "blocksize", as_(128)),
+    "state2.blocksize": Fault("block sizes in .* 100", "state2.blocksize", as_(100)),
+    "no absmax": Fault("absmax to be .* got None", "absmax", as_(None)),
+    "uint8 as plain absmax": Fault("absmax in torch.float32, got", "nested", as_(False)),
+    "absmax strided": Fault("absmax to have 32 elements without gaps", "absmax", strided),
+    "absmax in fp32": Fault("absmax in torch.uint8", "absmax", lambda t: t.float()),
+    "absmax in int8": Fault("absmax in torch.uint8", "absmax", lambda t: t.view(torch.int8)),
+    "absmax a list": Fault("absmax.*list", "absmax", lambda t: t.tolist(), RuntimeError),
+    "no offset": Fault("offset to be .* got None", "offset", as_(None)),
+    "two offsets": Fault("offset to have 1 elem", "offset", lambda t: torch.stack((t, t))),
+    "no absmax2": Fault("state2.absmax to be .* got None", "state2.absmax", as_(None)),
+    "absmax2 too short": Fault("state2.absmax to have 1 ", "state2.absmax", lambda t: t[:0]),
+    "absmax2 in fp16": Fault("state2.absmax in .*float32", "state2.absmax", lambda t: t.half()),
+    "no code2": Fault("state2.code to be .* got None", "state2.code", as_(None)),
+    "code2 of 255": Fault("code to have 256 .*, got .*255", "state2.code", lambda t: t[:255]),
 }
-OF_MEMORY = {  # what is looked at where there is memory: not while a compiler traces
-    "weight freed": Fault("1024 .* storage, got 0", "weight", lambda w: resized(w, 0)),
-    "gaps, cut": Fault("2047 .* got 2046", "weight", lambda w: resized(every_second(w), 2046)),
-    "weight shrunk": Fault("1024 .* storage, got 1023", "weight", lambda w: resized(w, 1023)),
-    "view cut": Fault("1028 .* got 1027", "weight", lambda w: resized(helpers.moved(w, 4), 1027)),
-    "absmax freed": Fault("absmax .* 32 .* storage, got 0", "absmax", lambda t: resized(t, 0)),
-    "code2 one byte on": Fault("at a multiple of 4", "state2.code", helpers.one_byte_on),
-    "absmax nested tensor": Fault("[Nn]ested", "absmax", nested, (ValueError, RuntimeError)),
+for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int32):
+    words = f"offset in torch.float32, got {dtype}"
+    BY_CHECK[f"offset in {dtype}"] = Fault(words, "offset", lambda t, dtype=dtype: t.to(dtype))
+FREED = {  # where memory is missing: not asked while a compiler traces
+    "weight freed": Fault("in 1024 bytes of storage, got 0", "weight", lambda w: resized(w, 0)),
+    "gaps, cut": Fault("in 2047 .* got 2046", "weight", lambda w: resized(every_second(w), 2046)),
+    "absmax freed": Fault("absmax in 32 .* got 0", "absmax", lambda t: resized(t, 0)),
+    "offset freed": Fault("offset in 4 .* got 0", "offset", lambda t: resized(t, 0)),
+    "absmax2 freed": Fault("absmax in 4 .* got 0", "state2.absmax", lambda t: resized(t, 0)),
+    "code2 freed": Fault("code in 1024 .* got 0", "state2.code", lambda t: resized(t, 0)),
+    "offset one byte on": Fault("offset at a multiple of 4", "offset", one_byte_on),
+    "absmax2 one byte on": Fault("absmax at a multiple of 4", "state2.absmax", one_byte_on),
+    "code2 one byte on": Fault("code at a multiple of 4", "state2.code", one_byte_on),
 }
-FAULTS = BY_READ | BY_CHECK | OF_MEMORY
+if GPU:  # memory that a GPU can read: only the device tells
+    pinned = Fault("absmax on cpu, got it on cuda", "weight", lambda w: w.cpu().pin_memory())
+    FREED["weight in pinned memory"] = pinned
+UNSEEN_BY_PLANS = {  # the limits that the page states: a plan does not ask for these
+    "weight shrunk": Fault("in 1024 .* got 1023", "weight", lambda w: resized(w, 1023)),
+    "view cut": Fault("in 1028 .* got 1027", "weight", lambda w: resized(moved(w, 4), 1027)),
+    "absmax a nested tensor": Fault(
+        "[Nn]ested",
+        "absmax",
+        lambda t: torch.nested.nested_tensor([t]),
+        (ValueError, RuntimeError),
+    ),
+}
+OF_MEMORY = FREED | UNSEEN_BY_PLANS
+FAULTS = BY_UNPACK | BY_CHECK | OF_MEMORY
+SEEN_BY_PLANS = BY_UNPACK | BY_CHECK | FREED
 
 
-def faulty(what, weight, state):
-    passed, where = SimpleNamespace(weight=weight, state=state), FAULTS[what].where
-    where = where if where in ("weight", "state") else f"state.{where}"
-    helpers.change(passed, where, FAULTS[what].make)
+def faulty(fault, weight, state):
+    """Return the weight and its state with the fault."""
+    passed = SimpleNamespace(weight=weight, state=state)
+    where = fault.where if fault.where in ("weight", "state") else f"state.{fault.where}"
+    helpers.change(passed, where, fault.make)
     return passed.weight, passed.state
 
 
 @pytest.fixture
-def right(nf4, device):
-    """A weight and its state; after the test they, made anew, still get the right bits."""
+def pair(nf4, device):
+    """A weight and its state; after the test others of their kind must get the right bits."""
     yield nf4.quantized((32, 64), torch.float16, device)
-    packed, quant_state = nf4.quantized((32, 64), torch.float16, device)
-    out = nf4.dequantize_nf4(packed, quant_state)
-    assert nf4.bits_differing(out, helpers.expected(packed, quant_state)) == 0
+    again = nf4.quantized((32, 64), torch.float16, device)
+    out = nf4.dequantize_nf4(*again)
+    helpers.assert_same_bits(out, helpers.expected(*again), *again)
 
 
-@pytest.mark.parametrize("what", FAULTS)
-def test_a_first_call_the_operator_and_fake_tensors_refuse_in_words(nf4, right, what):
-    weight, state = faulty(what, *right)
-    with pytest.raises(FAULTS[what].error, match=FAULTS[what].words):
-        nf4.dequantize_nf4(weight, state)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_first_call_is_refused_in_words(nf4, pair, fault):
+    with pytest.raises(fault.error, match=fault.words):
+        nf4.dequantize_nf4(*faulty(fault, *pair))
     assert not nf4.PLANS
-    if what not in BY_READ:
-        tensors, kind = nf4.read(weight, state)
-        with pytest.raises(FAULTS[what].error, match=FAULTS[what].words):
-            torch.ops.nf4_triton.dequantize(*tensors, *kind)
-    if what not in OF_MEMORY:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fake = None if weight is None else mode.from_tensor(weight)
-            with pytest.raises(FAULTS[what].error, match=FAULTS[what].words):
-                nf4.dequantize_nf4(fake, state)
 
 
-@pytest.mark.parametrize("what", FAULTS)
-def test_a_compiled_function_refuses_and_goes_on(nf4, device, right, what):
-    """The words are in what the compiler raises; some versions of torch leave some of them out."""
+@pytest.mark.parametrize("fault", SEEN_BY_PLANS.values(), ids=SEEN_BY_PLANS)
+def test_a_call_after_a_plan_is_refused_like_a_first_one(planned, pair, fault):
+    planned.layer_with_plan()
+    with pytest.raises(fault.error, match=fault.words):
+        planned.nf4.dequantize_nf4(*faulty(fault, *pair))
+    assert planned.n_plans() == 1
+
+
+@pytest.mark.parametrize("fault", (BY_UNPACK | BY_CHECK).values(), ids=BY_UNPACK | BY_CHECK)
+def test_fake_tensors_are_refused_in_words(nf4, pair, fault):
+    weight, state = faulty(fault, *pair)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = None if weight is None else mode.from_tensor(weight)
+        with pytest.raises(fault.error, match=fault.words):
+            nf4.dequantize_nf4(fake, state)
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_compiled_function_refuses_and_goes_on(nf4, device, pair, fault):
+    """The compiler's error holds ours; a few versions of torch leave our words out."""
     compiled = torch.compile(nf4.dequantize_nf4, fullgraph=True, backend="aot_eager")
-    passed = faulty(what, *right)
-    words = FAULTS[what].words
-    if FAULTS[what].error is RuntimeError:  # by the schema, of which torch 2.14 says no more
+    words = fault.words
+    if fault.error is RuntimeError:  # by the schema, of which torch 2.14 says no more
         words += "|Observed exception"
-    if what in BY_READ and torch.__version__ < (2, 13):
+    if fault in BY_UNPACK.values() and torch.__version__ < (2, 13):
         words += "|Observed exception|Failed to trace"
     with pytest.raises(Exception, match=words):
-        compiled(*passed)
+        compiled(*faulty(fault, *pair))
     again = nf4.quantized((32, 64), torch.float16, device)
-    assert nf4.bits_differing(compiled(*again), nf4.spec(*again)) == 0
+    helpers.assert_same_bits(compiled(*again), nf4.spec(*again), *again)
 
 
-def test_the_operator_refuses_what_read_never_gives(nf4, device):
+@pytest.mark.parametrize("has_plan", [False, True], ids=["without a plan", "with a plan"])
+def test_the_operator_takes_no_tables_that_a_plain_state_has_not(planned, has_plan):
     """A table on another device would lead to its kernel, and to an output that nobody filled."""
-    pair = nf4.quantized((32, 64), torch.float16, device, nested=False)
-    (weight, absmax, *_), (shape, dtype, *blocksizes) = nf4.read(*pair)
-    operator = nf4.NF4_OPS.dequantize.default
-    for table in (absmax, absmax.to("meta")):
-        with pytest.raises(ValueError, match="must be None"):
-            operator(weight, absmax, None, None, table, shape, dtype, *blocksizes)
-    for dtype in (-1, 3):
-        with pytest.raises(ValueError, match=f"dtype must be an index of .* got {dtype}"):
-            operator(weight, absmax, None, None, None, shape, dtype, *blocksizes)
+    layer = planned.made(nested=False)
+    if has_plan:
+        planned.ran(layer)
+    (weight, absmax, *_), kind = planned.nf4.unpack(layer.weight, layer.quant_state)
+    for extra in (absmax, absmax.to("meta")):
+        for tables in ((extra, None, None), (None, extra, None), (None, None, extra)):
+            with pytest.raises(ValueError, match="expected only None for offset and state2"):
+                planned.nf4.OPERATOR(weight, absmax, *tables, *kind)
 
 
-@pytest.mark.parametrize("device, cuda", [("cpu", "13.0"), ("cuda:0", None)])
+@pytest.mark.parametrize("index", [-1, 3])
+def test_the_operator_takes_no_index_that_is_no_dtypes(nf4, pair, index):
+    tensors, (shape, _, *blocksizes) = nf4.unpack(*pair)
+    with pytest.raises(ValueError, match=f"an index of .* got {index}"):
+        nf4.OPERATOR(*tensors, shape, index, *blocksizes)
+
+
+def test_plain_absmax_at_an_odd_address_is_refused(planned):
+    """A load from there would end the process' use of CUDA."""
+    for _has_plan in (False, True):
+        layer = planned.made(nested=False)
+        layer.quant_state.absmax = one_byte_on(layer.quant_state.absmax)
+        with pytest.raises(ValueError, match="expected absmax at a multiple of 4"):
+            planned.dequantize(layer)
+        planned.ran(planned.made(nested=False))
+
+
+@pytest.mark.parametrize("has_state2", [True, False], ids=["state2 left over", "no state2"])
+def test_a_state_says_itself_whether_it_is_nested(planned, has_state2):
+    """As bitsandbytes reads it: `nested` counts, and not what else a state holds."""
+    layer = planned.made(nested=False)
+    if has_state2:
+        nested = planned.made().quant_state
+        layer.quant_state.state2, layer.quant_state.offset = nested.state2, nested.offset
+    else:
+        del layer.quant_state.state2
+    assert [planned.ran(layer) for _ in range(2)] == ["operator", "plan"]
+
+
+@pytest.mark.parametrize("device, cuda", [("cpu", "13.0"), ("cuda:0", None)], ids=["CPU", "AMD"])
 def test_no_cpu_and_no_amd_gpu_is_taken(nf4, monkeypatch, device, cuda):
     """An AMD GPU is "cuda", too, and Triton cannot assemble the kernel's instructions for it."""
     monkeypatch.setattr(nf4, "INTERPRETED", False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    tensors, kind = nf4.read(*nf4.quantized((32, 64), torch.float16, "cpu"))
+    tensors, kind = nf4.unpack(*nf4.quantized((32, 64), torch.float16, "cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):
         tensors = [torch.empty_like(tensor, device=device) for tensor in tensors]
-        with pytest.raises(ValueError, match=f"NVIDIA GPUs only, got {device}"):
+        with pytest.raises(ValueError, match=f"on an NVIDIA GPU, got it on {device}"):
             nf4.check(tensors, kind, has_memory=False)
 
 
@@ -164,7 +228,7 @@ shared.execute(shared.defining("_dequantize_nf4_kernel"), "its cell", {{}})
 SET, UNSET = 'os.environ["TRITON_INTERPRET"] = "1"', 'os.environ.pop("TRITON_INTERPRET")'
 
 
-@pytest.mark.parametrize("before, after", [("", SET), (SET, UNSET)])
+@pytest.mark.parametrize("before, after", [("", SET), (SET, UNSET)], ids=["set", "unset"])
 def test_an_interpreter_that_comes_or_goes_after_tritons_import_is_refused(before, after):
     done = helpers.in_a_process(CHANGED.format(before, after))
-    assert "TRITON_INTERPRET must be as it was when triton was first imported" in done.stderr
+    assert "restart Python, and set TRITON_INTERPRET before Triton" in done.stderr

@@ -1,10 +1,14 @@
-"""Each weight has bitsandbytes' bits, whatever the tensor; nothing is written beyond the output."""
+"""Each weight has bitsandbytes' bits, whatever the tensor; nothing is touched beyond its memory."""
 
+import ctypes
 import json
 import math
+import mmap
+import multiprocessing
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib import metadata
 
 import helpers
@@ -13,121 +17,182 @@ import pytest
 import sanitize
 import shared
 import torch
-from bitsandbytes.functional import dequantize_4bit
-from helpers import DTYPES
+from helpers import DTYPES, assert_same_bits, each_dtype
 from hypothesis import strategies as st
 
 GPU = torch.cuda.is_available()
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-SHAPES = [(3, 5), (64, 128), (288, 64), (1, 1), (2, 1), (128,), (2, 3, 64), (33, 65), (4, 1000)]
-FACTORS = (1, 1e-30)  # of all scales
-if GPU:  # there products below the smallest normal number are flushed; a CPU keeps them
-    FACTORS += (1e-38, 3e-39)
-PASSED = {  # how the packed weight may come: bytes are bytes
+
+
+# Each case is made by a function of (nf4, dtype, device), and returns (weight, QuantState).
+
+
+def of_shape(nf4, dtype, device, *, shape):
+    return nf4.quantized(shape, dtype, device)
+
+
+def every_combination(nf4, dtype, device, *, factor):
+    return nf4.every_combination(dtype, device, factor)
+
+
+def in_blocks(nf4, dtype, device, *, blocksize, nested):
+    return nf4.quantized((2, max(blocksize, 1024)), dtype, device, blocksize, nested)
+
+
+def passed(nf4, dtype, device, *, make):
+    weight, state = nf4.quantized((16, 128), dtype, device)  # one full program
+    return make(weight), state
+
+
+def with_scales(nf4, dtype, device, *, absmax2, offset):
+    weight, state = nf4.quantized((16, 64), dtype, device)
+    state.state2.absmax.fill_(absmax2)
+    state.offset.fill_(offset)
+    return weight, state
+
+
+def with_a_nan_of_ones(nf4, dtype, device):
+    weight, state = nf4.quantized((16, 64), dtype, device)
+    state.state2.absmax.view(torch.int32).fill_(0x7FFFFFFF)
+    return weight, state
+
+
+def with_ties(nf4, dtype, device, *, scale):
+    weight, state = nf4.quantized((5, 64), dtype, device, nested=False)
+    state.absmax.fill_(scale)
+    return weight, state
+
+
+def in_nested_blocks(nf4, dtype, device, *, blocksize2):
+    weight, state = nf4.quantized((3, 1000), dtype, device, blocksize=32)
+    state.state2.blocksize = blocksize2
+    state.state2.absmax = torch.rand(-(-94 // blocksize2), device=device) + 0.5
+    return weight, state
+
+
+CASES = {}  # {id: function of (nf4, dtype, device)}
+for factor in (1, 1e-30, 1e-38, 3e-39) if GPU else (1, 1e-30):  # a GPU flushes, a CPU keeps
+    name = f"16 nibbles x 256 absmax, scales x {factor}"
+    CASES[name] = partial(every_combination, factor=factor)
+for shape in ((3, 5), (64, 128), (1, 1), (2, 1), (128,), (2, 3, 64), (33, 65), (4, 1000)):
+    CASES[f"shape {shape}"] = partial(of_shape, shape=shape)
+CASES["more than 256 blocks"] = partial(of_shape, shape=(288, 64))
+for blocksize in BLOCKSIZES:
+    for nested in (True, False):
+        name = f"blocks of {blocksize}, {'nested' if nested else 'plain'}"
+        CASES[name] = partial(in_blocks, blocksize=blocksize, nested=nested)
+FORMS = {
     "one byte on": lambda weight: helpers.moved(weight, 1),
     "transposed": lambda weight: weight.t(),
-    "every second byte of a buffer": helpers.every_second,
-    "one row, expanded": lambda weight: weight[:1].expand(weight.shape),
+    "as one row": lambda weight: weight.view(1, -1),
+    "with gaps": helpers.every_second,
+    "of one byte with stride 0": lambda weight: weight[:1].expand(weight.shape),
     "columns first": lambda weight: weight.view(8, -1).t().contiguous().t(),
 }
 for name in "int8 int16 int32 int64 float16 bfloat16 float32 float64 float8_e4m3fn bool".split():
     storage = getattr(torch, name)
-    PASSED[f"in {name}"] = lambda weight, as_=storage: weight.view(-1).view(as_).view(-1, 1)
-STATES = {  # {what: (where in the state, what it becomes)}; `code` bitsandbytes never reads
-    "another code": ("code", lambda code: code.flip(0) * 1.5),
-    "no code": ("code", lambda code: None),
-    "a list of a code": ("code", lambda code: code.tolist()),
-    "code in bf16": ("code", lambda code: code.bfloat16()),
-    "offset in fp16": ("offset", lambda offset: offset.half()),
-    "offset in bf16": ("offset", lambda offset: offset.bfloat16()),
-    "offset in fp64": ("offset", lambda offset: offset.double()),
-}
-SCALES = {  # what is filled in: (state2.absmax, offset)
+    FORMS[f"in {name}"] = lambda weight, as_=storage: weight.view(-1).view(as_).view(-1, 1)
+for name, make in FORMS.items():
+    CASES[f"weight {name}"] = partial(passed, make=make)
+SCALES = {  # {id: (state2.absmax, offset)}
     "NaN": (math.nan, 0.0),
     "infinite": (math.inf, 0.0),
     "huge": (1e30, 1e30),
     "zeros of both signs": (0.0, -0.0),
     "subnormal in fp16": (1e-5, 1e-5),
-    "the offset is NaN": (1.0, math.nan),
+    "offset NaN": (1.0, math.nan),
 }
-
-
-def table(nf4, dtype, device):
-    """Rows (what is special, weight, QuantState, what is expected)."""
-    for factor in FACTORS:
-        weight, state = nf4.every_combination(dtype, device, factor)
-        yield f"nibbles x absmax, scales x {factor}", weight, state, dequantize_4bit(weight, state)
-    for shape in SHAPES:
-        weight, state = nf4.quantized(shape, dtype, device)
-        yield f"shape {shape}", weight, state, helpers.expected(weight, state)
-    for blocksize in BLOCKSIZES:
-        for nested in (True, False):
-            shape = (2, max(blocksize, 1024))
-            weight, state = nf4.quantized(shape, dtype, device, blocksize, nested)
-            want = dequantize_4bit(weight, state)
-            yield f"blocks of {blocksize}, nested absmax: {nested}", weight, state, want
-    weight, state = nf4.quantized((16, 128), dtype, device)  # one full program
-    for how, passed in PASSED.items():
-        packed = passed(weight)
-        yield f"the weight comes {how}", packed, state, helpers.expected(packed, state)
-    for what, change in STATES.items():
-        weight, state = nf4.quantized((5, 64), dtype, device)
-        helpers.change(state, *change)
-        yield what, weight, state, dequantize_4bit(weight, state)
-    for name, (absmax2, offset) in SCALES.items():
-        weight, state = nf4.quantized((16, 64), dtype, device)
-        state.state2.absmax.fill_(absmax2)
-        state.offset.fill_(offset)
-        yield f"scales: {name}", weight, state, dequantize_4bit(weight, state)
-    weight, state = nf4.quantized((16, 64), dtype, device)
-    state.state2.absmax.view(torch.int32).fill_(0x7FFFFFFF)
-    yield "scales: a NaN of ones, which rounds up to no NaN", weight, state, nf4.spec(weight, state)
-    for blocksize2 in (32, 1024):  # bitsandbytes has 256
-        weight, state = nf4.quantized((3, 1000), dtype, device, blocksize=32)
-        state.state2.blocksize = blocksize2
-        state.state2.absmax = torch.rand(-(-94 // blocksize2), device=device) + 0.5
-        yield f"nested blocks of {blocksize2}", weight, state, nf4.spec(weight, state)
-    for scale in (1 + 2**-8, 1 + 2**-11):  # half-way between two in bf16, in fp16
-        weight, state = nf4.quantized((5, 64), dtype, device, nested=False)
-        state.absmax.fill_(scale)
-        yield f"ties: 1.0 x {scale}", weight, state, dequantize_4bit(weight, state)
-    for shape in ((0, 64), (64, 0), (0,)):
-        for nested in (True, False):
-            weight, state = nf4.quantized((64, 64), dtype, device, nested=nested)
-            state.shape, state.absmax = torch.Size(shape), state.absmax[:0]
-            if nested:
-                state.state2.absmax = state.state2.absmax[:0]
-            yield f"no weights, {shape}", weight[:0], state, weight.new_empty(shape, dtype=dtype)
-
-
-def n_differing(nf4, out, want):
-    """How many weights differ in their bits; a NaN's payload does not matter."""
-    facts = [(x.shape, x.stride(), x.dtype, x.device) for x in (out, want)]
-    assert facts[0] == facts[1]
-    are_nan = out.isnan() & want.isnan()
-    return nf4.bits_differing(out.masked_fill(are_nan, 1), want.masked_fill(are_nan, 1))
+for name, (absmax2, offset) in SCALES.items():
+    CASES[f"scales {name}"] = partial(with_scales, absmax2=absmax2, offset=offset)
+CASES["scales a NaN that would round up to a number"] = with_a_nan_of_ones
+CASES["ties in bf16"] = partial(with_ties, scale=1 + 2**-8)
+CASES["ties in fp16"] = partial(with_ties, scale=1 + 2**-11)
+for blocksize2 in (32, 1024):  # bitsandbytes makes 256
+    CASES[f"nested blocks of {blocksize2}"] = partial(in_nested_blocks, blocksize2=blocksize2)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_each_weight_has_bitsandbytes_bits(nf4, device, dtype):
-    for what, weight, state, want in table(nf4, dtype, device):
-        for _ in range(2 if GPU else 1):  # on a GPU the second is a plan's
-            assert n_differing(nf4, nf4.dequantize_nf4(weight, state), want) == 0, what
+@each_dtype
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_each_weight_has_bitsandbytes_bits(nf4, device, make, dtype):
+    weight, state = make(nf4, dtype, device)
+    if make is with_a_nan_of_ones or make.func is in_nested_blocks:  # not bitsandbytes' own
+        wanted = nf4.spec(weight, state)
+    else:
+        wanted = helpers.expected(weight, state)
+    for _ in range(2 if GPU else 1):  # on a GPU the second is a plan's
+        assert_same_bits(nf4.dequantize_nf4(weight, state), wanted, weight, state)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_is_written_nor_read_beyond(nf4, device, dtype):
-    for shape in ((1, 1), (3, 5), (1, 2049), (33, 65), (3, 64), (64, 96)):
-        weight, state = nf4.quantized(shape, dtype, device)
-        want = nf4.spec(weight, state)
-        for offset in (0, 1):
-            buffer = torch.full((want.numel() + 64,), math.nan, dtype=dtype, device=device)
-            out = buffer[: want.numel()].view(shape)
-            nf4.launch(out, *nf4.read(helpers.moved(weight, offset), state))
-            assert buffer[want.numel() :].isnan().all(), shape
-            assert n_differing(nf4, out, want) == 0, shape
+@each_dtype
+def test_the_table_is_nf4_whatever_the_state_says(nf4, device, dtype):
+    """bitsandbytes' kernels do not read `code` either."""
+    weight, state = nf4.quantized((5, 64), dtype, device)
+    wanted = helpers.expected(weight, state)
+    for code in (None, state.code.flip(0) * 1.5, state.code.tolist(), state.code.bfloat16()):
+        state.code = code
+        assert_same_bits(nf4.dequantize_nf4(weight, state), wanted, weight, state)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0,)], ids=str)
+def test_a_weight_of_nothing_gives_bitsandbytes_empty_output(nf4, device, shape, nested):
+    weight, state = nf4.quantized((64, 64), torch.float16, device, nested=nested)
+    state.shape, state.absmax = torch.Size(shape), state.absmax[:0]
+    if nested:
+        state.state2.absmax = state.state2.absmax[:0]
+    wanted = weight.new_empty(shape, dtype=torch.float16)
+    forms = {weight[:0]: wanted}
+    if len(shape) == 2:
+        forms[weight[:0].view(1, 0)] = wanted.t()  # of strides (1, 1), as bitsandbytes'
+    for form, wanted in forms.items():
+        assert_same_bits(nf4.dequantize_nf4(form, state), wanted, form, state)
+
+
+@pytest.mark.quick
+@each_dtype
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "at an odd address"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (1, 2049), (33, 65), (3, 64), (64, 96)], ids=str)
+def test_nothing_is_written_beyond_the_output(nf4, device, shape, offset, dtype):
+    weight, state = nf4.quantized(shape, dtype, device)
+    wanted = nf4.spec(weight, state)
+    buffer = torch.full((wanted.numel() + 64,), math.nan, dtype=dtype, device=device)
+    out = buffer[: wanted.numel()].view(shape)
+    nf4.launch(out, *nf4.unpack(helpers.moved(weight, offset), state))
+    assert buffer[wanted.numel() :].isnan().all()
+    assert_same_bits(out, wanted, weight, state)
+
+
+def at_the_end_of_memory(tensor):
+    """Copy the tensor to the end of a page; whoever touches a byte beyond it crashes."""
+    n_pages = -(-tensor.nbytes // mmap.PAGESIZE)
+    pages = mmap.mmap(-1, (n_pages + 1) * mmap.PAGESIZE)
+    end = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + n_pages * mmap.PAGESIZE
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), mmap.PAGESIZE, 0) == 0  # PROT_NONE
+    offset = n_pages * mmap.PAGESIZE - tensor.nbytes
+    copy = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+    return copy.view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(GPU, reason="there compute-sanitizer looks, in a test below")
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (1, 2047), (1, 2049), (64, 64)], ids=str)
+def test_nothing_is_touched_beyond_a_tensor(nf4, shape, nested):
+    """Memory beyond a tensor need not exist. A fork launches the kernel, and may crash."""
+    weight, state = nf4.quantized(shape, torch.float16, "cpu", nested=nested)
+    tensors, kind = nf4.unpack(weight, state)
+    tensors = [tensor if tensor is None else at_the_end_of_memory(tensor) for tensor in tensors]
+    out = at_the_end_of_memory(torch.zeros(shape, dtype=torch.float16))
+    launch = partial(nf4.launch, out, tensors, kind)
+    process = multiprocessing.get_context("fork").Process(target=launch)
+    process.start()
+    process.join(30)
+    process.kill()
+    assert process.exitcode == 0, "a status of -11 says that memory beyond a tensor was touched"
+    assert_same_bits(out, nf4.spec(weight, state), weight, state)  # the memory is shared
 
 
 ANY_SHAPE = st.one_of(
@@ -161,26 +226,29 @@ def test_any_tensor_is_decoded_and_left_as_it_was(
     for scales in (state.state2.absmax, state.offset) if nested else (state.absmax,):
         scales.mul_(scale)
     packed = helpers.moved(weight.t() if is_turned else weight, offset)
-    want = helpers.expected(packed, state)
+    wanted = helpers.expected(packed, state)
     outs = [nf4.dequantize_nf4(packed, state) for _ in range(2)]
-    assert outs[0].data_ptr() != outs[1].data_ptr(), "fresh"
+    assert outs[0].data_ptr() != outs[1].data_ptr(), "the output is not fresh"
     for out in outs:
-        assert n_differing(nf4, out, want) == 0
-        assert out.untyped_storage().nbytes() == out.nbytes, "no more than the output"
+        assert_same_bits(out, wanted, packed, state)
+        assert out.untyped_storage().nbytes() == out.nbytes, "memory beside the output is kept"
     assert torch.equal(packed.view(-1), weight.view(-1)), "the weight was written to"
 
 
-COUNTS = [40_000]  # on a CPU: a test of the test
-COUNTS += [pytest.param(2**31 + more, marks=pytest.mark.gpu) for more in (2**25, 77)]
-
-
-@pytest.mark.parametrize("n_weights", COUNTS)
+@pytest.mark.parametrize(
+    "n_weights",
+    [
+        pytest.param(40_000, id="40,000: shows that this test can pass"),
+        pytest.param(2**31 + 2**25, marks=pytest.mark.gpu, id="2^31 + 2^25"),
+        pytest.param(2**31 + 77, marks=pytest.mark.gpu, id="2^31 + 77"),
+    ],
+)
 def test_more_than_two_to_the_31_weights(nf4, device, n_weights):
-    """Of a length that divides no power of two: an index that overflows lands on other values."""
+    """The weight repeats a length that divides no power of two: indices that overflow are seen."""
     rows = 61 if n_weights > 2**31 else 1
     weight, state = nf4.quantized((rows, 64 * 256), torch.bfloat16, device)
-    want = dequantize_4bit(weight, state).view(-1)
-    n_repeats = n_weights // len(want)
+    wanted = helpers.expected(weight, state).view(-1)
+    n_repeats = n_weights // len(wanted)
     weight = weight.view(-1).repeat(n_repeats + 1)[: -(-n_weights // 2)]
     n_blocks = -(-n_weights // 64)
     state.absmax = state.absmax.repeat(n_repeats + 1)[:n_blocks]
@@ -188,12 +256,25 @@ def test_more_than_two_to_the_31_weights(nf4, device, n_weights):
     state.shape = torch.Size((n_weights,))
     for _ in range(2):
         out = nf4.dequantize_nf4(weight, state)
-        tail = out[n_repeats * len(want) :]
-        assert n_differing(nf4, tail, want[: len(tail)]) == 0
-        for part in out[: -len(tail)].view(n_repeats, -1).split(512):
-            wanted = want.expand_as(part).contiguous()
-            assert n_differing(nf4, part, wanted) == 0
-        del out, tail, part
+        whole, tail = out.split((n_repeats * len(wanted), n_weights % len(wanted)))
+        assert_same_bits(tail, wanted[: len(tail)], weight, state)
+        for part in whole.view(n_repeats, -1).split(512):
+            assert_same_bits(part, wanted.expand_as(part).contiguous(), weight, state)
+        del out, whole, tail, part
+
+
+def test_a_failure_names_the_weight_that_differs(nf4, device):
+    """What a maintainer reads where one weight is wrong."""
+    weight, state = nf4.quantized((32, 64), torch.float16, device)
+    wanted = nf4.spec(weight, state)
+    out = wanted.clone()
+    out[3, 7] = 77.0
+    with pytest.raises(AssertionError) as caught:
+        assert_same_bits(out, wanted, weight, state)
+    nibble, absmax = int(weight[99]) & 0xF, int(state.absmax[3])  # of weight 199, in block 3
+    assert f"1 of 2048 weights differ in {out.dtype}" in str(caught.value)
+    assert f"weight (3, 7): expected {wanted[3, 7].item()} (bits 0x" in str(caught.value)
+    assert f"nibble is {nibble}, its absmax {absmax}," in str(caught.value)
 
 
 @pytest.mark.gpu
@@ -204,13 +285,20 @@ def test_the_sanitizer_finds_no_access_out_of_bounds_and_no_race():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# The machine code for a T4, which any machine can compile.
+
 VERSIONS = ["3.5.1", "3.6.0", "3.9.0"]  # the lowest that is allowed, Colab's, the newest
-MOST_INSTRUCTIONS = {"float16": 272, "bfloat16": 368, "float32": 272}
+MOST_INSTRUCTIONS = {  # of nested absmax, in fp16, bf16 and fp32; plain absmax takes fewer
+    "3.5.1": (270, 341, 269),
+    "3.6.0": (270, 341, 269),
+    "3.9.0": (269, 364, 267),
+}
 
 
 @pytest.mark.longest
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_record_is_what_this_triton_compiles(version):
+def test_the_code_for_a_t4_is_lean_and_the_record_has_it(version):
+    """A T4 has 64 registers for each of its threads when it is full of them: these are no more."""
     if GPU and version != metadata.version("triton"):
         pytest.skip("needs a package index")
     if version == "3.9.0" and sys.version_info < (3, 11):
@@ -219,20 +307,19 @@ def test_the_record_is_what_this_triton_compiles(version):
     command = [sys.executable, shared.ROOT / "tools" / "sm_75.py", version]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    compiled = json.loads(done.stdout.splitlines()[-1])
-    assert not any(row["ffma"] for row in compiled), "an FMA skips a rounding: use _mul_rn(a, b)"
-    recorded = [row for row in shared.stored("sm_75") if row["triton"] == version]
-    assert compiled == recorded, "to be recorded by .venv/bin/python tools/sm_75.py --record"
-
-
-def test_the_code_for_a_t4_is_lean():
-    """A T4 has 64 registers for each of its threads when it is full of them: these are no more."""
-    rows = shared.stored("sm_75")
-    assert len(rows) == 3 * 3 * 2, "of each version and dtype: nested and plain"
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert not any(row["ffma"] for row in rows), "an FMA skips a rounding: use _mul_rn(a, b)"
+    instructions = {(row["dtype"], row["absmax"]): row["instructions"] for row in rows}
+    assert len(rows) == len(instructions) == 6
+    for dtype, most in zip(("float16", "bfloat16", "float32"), MOST_INSTRUCTIONS[version]):
+        assert instructions[dtype, "plain"] < instructions[dtype, "nested"] <= most
     for row in rows:
-        assert row["triton"] in VERSIONS
-        assert row["registers"] <= 64 and row["spills"] == 0 and row["ffma"] == 0, row
+        assert row["registers"] <= 64 and row["spills"] == 0, row
         assert row["shared"] == 0 or row["dtype"] == "float32", row
         assert row["word_load_bits"] == "32" and row["shuffles"] == 2 * 8, row
         assert row["store_bits"].split()[-1] == "128", row  # of all programs but the last
-        assert row["instructions"] <= MOST_INSTRUCTIONS[row["dtype"]], row
+    entries = shared.current("machine code")
+    cure = f"the record lacks this code: {shared.COMMANDS['machine code']}"
+    assert entries and rows == [row for row in entries[-1]["data"] if row["triton"] == version], (
+        cure
+    )

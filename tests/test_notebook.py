@@ -1,14 +1,15 @@
-"""Protects the reader: the notebook installs and runs, shows its picture; README's lines work."""
+"""Protects the reader: the notebook installs what it needs and runs, and README's commands work."""
 
 import base64
 import contextlib
 import importlib.metadata
-import importlib.util
 import json
-import os
 import re
+import shutil
 import subprocess
 import sys
+import time
+import types
 from unittest import mock
 
 import nbformat
@@ -18,64 +19,132 @@ import torch
 
 ROOT = shared.ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+STAND_INS = {  # {command: a shell script in its place}
+    "python3": 'test "$*" = "-m venv .venv"',  # makes nothing: the environment is there
+    "python": f'exec {sys.executable} "$@"',
+    "pip": f'exec {sys.executable} -m pip "$@" --no-index',  # fails for a package that is not here
+    "papermill": f'exec {sys.executable} -m papermill "$@"',
+}
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A copy of the repository, where README's commands find this test's own environment."""
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "run", "nf4_triton.py"))
+    commands = clone / ".venv" / "bin"
+    commands.mkdir(parents=True)
+    for name, script in STAND_INS.items():
+        (commands / name).write_text(f"#!/bin/sh\n{script}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(commands), prepend=":")
+    return clone
+
+
+def run_readme(heading, clone):
+    """Run the commands below one of README's headings; return the finished process."""
+    commands = re.search(rf"^## {heading}$.*?^```bash\n(.*?)^```$", README, re.S | re.M)[1]
+    how = {"cwd": clone, "capture_output": True, "text": True, "timeout": 600}
+    return subprocess.run(["bash", "-euo", "pipefail", "-c", commands], **how)
 
 
 @pytest.mark.longest
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the record's run shows it")
-def test_it_runs_on_a_cpu_from_top_to_bottom(tmp_path):
-    command = [sys.executable, "-m", "papermill", "--cwd", tmp_path, "-k", "python3"]
-    command += [shared.NOTEBOOK, tmp_path / "run.ipynb"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+def test_readmes_commands_run_the_notebook_from_top_to_bottom(clone):
+    done = run_readme("Run it", clone)
     assert done.returncode == 0, done.stderr[-3000:]
-    notebook = nbformat.read(tmp_path / "run.ipynb", as_version=4)
+    notebook = nbformat.read(clone / "run" / "nf4_triton.ipynb", as_version=4)
     outputs = json.dumps([cell.get("outputs") for cell in notebook.cells])
-    assert "passes on small layers" in outputs and "no speed claimed" in outputs
-    assert "Warning" not in outputs and not list(tmp_path.glob("results/*"))
+    assert "no speed is claimed" in outputs and "passes on small layers" in outputs
+    assert "Warning" not in outputs and not (clone / "run" / "results").exists()
+
+
+def test_readmes_test_commands_run_all_files_and_fail_if_a_test_fails(clone):
+    """Two small files take the place of the suite's own."""
+    for path in (clone / "tests").glob("*.py"):
+        path.unlink()
+    for name, body in (("passes", "pass"), ("fails", "raise ValueError")):
+        (clone / "tests" / f"test_{name}.py").write_text(f"def test_it():\n    {body}\n")
+    done = run_readme("Test and change it", clone)
+    assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+
+
+USE = """
+import sys
+sys.modules.update(dict.fromkeys(("pandas", "peft", "IPython", "matplotlib", "tqdm")))  # not there
+import nf4_integrations, nf4_triton, torch
+from bitsandbytes import functional
+weight, state = functional.quantize_4bit(torch.randn(64, 64).half(), quant_type="nf4")
+expected = functional.dequantize_4bit(weight, state)
+assert torch.equal(nf4_triton.dequantize_nf4(weight, state), expected)
+with nf4_integrations.in_bitsandbytes():
+    assert torch.equal(functional.dequantize_4bit(weight, state), expected)
+"""
+
+
+def test_readmes_command_makes_a_module_that_needs_torch_triton_and_bitsandbytes_alone(
+    clone, monkeypatch
+):
+    pytest.importorskip("nbdev")
+    done = run_readme("Use it", clone)
+    assert done.returncode == 0, done.stderr
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    command = [sys.executable, "-c", USE]
+    used = subprocess.run(command, cwd=clone, capture_output=True, text=True)
+    assert used.returncode == 0, used.stderr
 
 
 def test_colab_and_github_show_the_warps_picture():
     """Colab shows no attachments: a data URI, by reference. README's file is the same picture."""
     cells = nbformat.read(shared.NOTEBOOK, as_version=4).cells
     assert not any(cell.get("attachments") for cell in cells)
-    (cell,) = [cell.source for cell in cells if "data:image" in cell.source]
-    name, picture = re.search(r"^\[(\w+)\]: data:image/png;base64,(\S+)$", cell, re.M).groups()
-    assert f"][{name}]" in cell.split(f"[{name}]:")[0]
+    (source,) = [cell.source for cell in cells if "data:image" in cell.source]
+    name, picture = re.search(r"^\[(\w+)\]: data:image/png;base64,(\S+)$", source, re.M).groups()
+    assert f"][{name}]" in source.split(f"[{name}]:")[0]
     assert base64.b64decode(picture) == (ROOT / "results" / "warp.png").read_bytes()
     assert "(results/warp.png)" in README
 
 
-def driver(n_gpus):
-    """Stands for what ctypes finds of CUDA's driver."""
-
-    def count(reference):
-        reference._obj.value = n_gpus
-
-    return mock.Mock(cuDeviceGetCount=count)
+# The first two cells. Stand-ins: the versions that Python sees, CUDA's driver, and pip.
 
 
-NO_DRIVER, STUB = OSError("libcuda.so.1: cannot open shared object file"), object()
-NONE = {"torch": "missing", "triton": "missing", "numpy": "missing"}  # in the place of versions
-COLAB = {"torch": "2.11.0+cu128", "bitsandbytes": "missing", "unsloth": "missing"}
-COLAB_LACKS = ["bitsandbytes>=0.50", "unsloth>=2026.10.9"]
-CPU_TORCH = ["torch>=2.9", "torch==2.13.0"]
-CPU_TORCH += ["--extra-index-url=https://download.pytorch.org/whl/cpu"]
-CASES = {  # what is installed: (versions, the driver, what is asked of pip)
-    "nothing is missing": ({}, driver(0), []),
-    "Colab's": (COLAB, driver(1), [*COLAB_LACKS, "torch==2.11.0+cu128"]),
-    "an older Unsloth": ({"unsloth": "2026.3.11"}, driver(1), ["unsloth>=2026.10.9"]),
-    "unsloth, which wants a GPU": ({"unsloth": "missing"}, NO_DRIVER, []),
-    "a libcuda without its symbols": ({"unsloth": "missing"}, STUB, []),
-    "torch without a GPU": (NONE, NO_DRIVER, [*CPU_TORCH, "triton>=3.5", "numpy"]),
-    "too old a torch": ({"torch": "2.8.0"}, driver(0), ["torch>=2.9", "torch==2.8.0"]),
-    "too old a tabulate": ({"tabulate": "0.8.9"}, driver(0), ["tabulate>=0.9"]),
-    "a package that half an install left": ({"tqdm": None}, driver(0), ["tqdm"]),
-}
-SAID = "error: externally-managed-environment\n\n× This environment → is managed\nhint: a help page"
+class Driver:
+    """Stands for CUDA's driver. Like the real one, it counts GPUs only after cuInit(0)."""
+
+    def __init__(self, n_gpus):
+        self.n_gpus, self.is_ready = n_gpus, False
+
+    def cuInit(self, flags):
+        self.is_ready = flags == 0
+
+    def cuDeviceGetCount(self, reference):
+        if self.is_ready:
+            reference._obj.value = self.n_gpus
+
+
+def no_driver():
+    raise OSError("libcuda.so.1: cannot open shared object file")
+
+
+def no_gpu():
+    return Driver(0)
+
+
+def one_gpu():
+    return Driver(1)
+
+
+def no_symbols():
+    return object()  # as where only a stub of libcuda was installed
 
 
 @contextlib.contextmanager
-def machine(versions, driver, pips_status=1):
-    """There these versions are installed, the others are those at hand; gives pip's stand-in."""
+def machine(driver, versions, pip):
+    """A machine with this driver, and with these versions in the place of those at hand.
+
+    versions  {package: its version, None if half an install left it, "missing" if there is none}
+    """
     at_hand = importlib.metadata.version
 
     def version(package):
@@ -84,112 +153,107 @@ def machine(versions, driver, pips_status=1):
             raise importlib.metadata.PackageNotFoundError(package)
         return found
 
-    done = subprocess.CompletedProcess([], pips_status, stderr=SAID)
+    def load(name):
+        assert name == "libcuda.so.1"
+        return driver()
+
     with (
         mock.patch("importlib.metadata.version", version),
-        mock.patch("ctypes.CDLL", side_effect=[driver, driver]),
-        mock.patch("subprocess.run", return_value=done) as pip,
+        mock.patch("ctypes.CDLL", load),
+        mock.patch("subprocess.run", pip),
     ):
-        yield pip
+        yield
 
 
-def cell(word):
-    """The source of the one code cell with the word."""
-    (source,) = [each.source for each in shared.code_cells() if word in each.source]
-    return source
-
-
-def install():
-    """The names that the install cell leaves."""
-    names = {}
-    exec(cell("PACKAGES = "), names)
+def run_cell(cell_id, **names):
+    """Run one of the notebook's code cells with these names; return the names that it leaves."""
+    (source,) = [cell.source for cell in shared.code_cells() if cell.id == cell_id]
+    exec(source, names)
     return names
+
+
+ABSENT = {"torch": "missing", "triton": "missing", "numpy": "missing"}
+COLAB = {"torch": "2.11.0+cu128", "bitsandbytes": "missing", "unsloth": "missing"}
+COLABS_PIP = ["bitsandbytes>=0.50", "unsloth>=2026.10.9", "torch==2.11.0+cu128"]
+CPU_TORCH = ["torch==2.13.0", "--extra-index-url=https://download.pytorch.org/whl/cpu"]
+UNSLOTH = {"unsloth": "2026.10.9"}
+CASES = {  # {what is installed: (the driver, versions, what pip is asked for, beside pins)}
+    "nothing is missing": (no_gpu, {}, []),
+    "Colab's": (one_gpu, COLAB, COLABS_PIP),
+    "an older Unsloth": (one_gpu, {"unsloth": "2026.3.11"}, ["unsloth>=2026.10.9"]),
+    "a nightly torch": (one_gpu, UNSLOTH | {"torch": "2.12.0.dev20260301+cu128"}, []),
+    "a release candidate of torch": (one_gpu, UNSLOTH | {"torch": "2.13.0rc1"}, []),
+    "no Unsloth, and no GPU": (no_gpu, {"unsloth": "missing"}, []),
+    "no Unsloth, and no driver": (no_driver, {"unsloth": "missing"}, []),
+    "a libcuda without its symbols": (no_symbols, {"unsloth": "missing"}, []),
+    "no torch, and no GPU": (no_driver, ABSENT, ["torch>=2.9", "triton>=3.5", "numpy", *CPU_TORCH]),
+    "too old a torch": (no_gpu, {"torch": "2.8.0"}, ["torch>=2.9", "torch==2.8.0"]),
+    "too old a tabulate": (no_gpu, {"tabulate": "0.8.9"}, ["tabulate>=0.9"]),
+    "a package that half an install left": (no_gpu, {"tqdm": None}, ["tqdm"]),
+}
+SAID = "error: externally-managed-environment\n\n× This environment → is managed\nhint: a help page"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_pip_gets_what_is_missing_and_moves_nothing_else(case):
-    versions, driver, asked = CASES[case]
-    with machine(versions, driver) as pip:
-        if not asked:
-            install()
-            assert not pip.called
-            return
-        with pytest.raises(RuntimeError, match=f"^pip failed:\n{SAID}$"):
-            install()
-    (command,), how = pip.call_args
-    at_hand = set(NONE) - set(versions)  # these stay as they are
-    pins = [f"{name}=={importlib.metadata.version(name)}" for name in at_hand]
-    assert command[:6] == [sys.executable, "-m", "pip", "install", "-qq", "--retries=1"]
-    assert sorted(command[6:]) == sorted(asked + pins)
-    assert how["encoding"] == "utf-8", "whatever the locale is"
+    driver, versions, asked = CASES[case]
+    pip = mock.Mock(return_value=subprocess.CompletedProcess([], 1, stderr=SAID))
+    fails = pytest.raises(RuntimeError, match=f"^pip failed:\n{SAID}$")
+    with machine(driver, versions, pip), fails if asked else contextlib.nullcontext():
+        run_cell("install")
+    assert pip.called == bool(asked)
+    if asked:
+        (command,), how = pip.call_args
+        at_hand = set(ABSENT) - set(versions)  # these stay as they are
+        pins = [f"{name}=={importlib.metadata.version(name)}" for name in at_hand]
+        assert command[:6] == [sys.executable, "-m", "pip", "install", "-qq", "--retries=1"]
+        assert sorted(command[6:]) == sorted(asked + pins)
+        assert how["encoding"] == "utf-8", "whatever the locale is"
 
 
-def test_what_pip_installed_where_python_does_not_look_asks_for_a_restart():
+@pytest.mark.parametrize("found", ["0.9.0", "missing"], ids=["seen", "not seen"])
+def test_what_pip_installed_where_python_does_not_look_asks_for_a_restart(found):
     """As with PIP_USER, and a user site made just now."""
-    with machine({"tabulate": "missing"}, NO_DRIVER, pips_status=0):
-        with pytest.raises(RuntimeError, match="restart it, then run again"):
-            install()
+    versions = {"tabulate": "missing"}
+
+    def pip(*command, **how):
+        versions["tabulate"] = found
+        return subprocess.CompletedProcess([], 0)
+
+    asks = pytest.raises(RuntimeError, match="restart it and run again")
+    with machine(no_gpu, versions, pip), asks if found == "missing" else contextlib.nullcontext():
+        run_cell("install")
 
 
-GPUS = {"Tesla P100": ((6, 0), None), "AMD Instinct MI300X": ((9, 4), "7.0")}
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_a_gpu_that_the_kernel_is_not_for_is_named(name):
-    capability, hip = GPUS[name]
+def see_gpu(name, capability, hip=None):
+    """Run the cell that looks for a GPU where there is this one; return the names it leaves."""
     found = {"get_device_capability": lambda: capability, "get_device_name": lambda: name}
+    modules = ("unsloth", "unsloth.kernels", "unsloth.kernels.utils")
     with (
         mock.patch.multiple("torch.cuda", is_available=lambda: True, **found),
         mock.patch("torch.version.hip", hip),
         mock.patch.dict("os.environ"),
-        pytest.raises(RuntimeError, match=f"only NVIDIA GPUs .* not {name}"),
+        mock.patch.dict("sys.modules", {name: types.ModuleType(name) for name in modules}),
     ):
-        exec(cell("GPU = "), {"os": os})
+        return run_cell("versions", installed=lambda name: "1.0", sys=sys, time=time)
+
+
+@pytest.mark.parametrize("name, capability", [("V100", (7, 0)), ("T4", (7, 5)), ("B200", (10, 0))])
+def test_a_gpu_that_the_kernel_is_for_is_used(name, capability):
+    names = see_gpu(name, capability)
+    assert names["GPU"] and names["DEVICE"] == "cuda" and names["RECORD"]["gpu"] == name
+
+
+@pytest.mark.parametrize(
+    "name, capability, hip", [("Tesla P100", (6, 0), None), ("AMD Instinct MI300X", (9, 4), "7.0")]
+)
+def test_a_gpu_that_the_kernel_is_not_for_is_named(name, capability, hip):
+    with pytest.raises(RuntimeError, match=f"^expected an NVIDIA GPU of capability .* got {name}"):
+        see_gpu(name, capability, hip)
 
 
 def test_requirements_are_those_of_the_install_cell():
-    with machine({}, NO_DRIVER):
-        names = install()
-    listed = (ROOT / "requirements.txt").read_text().splitlines()
+    with machine(no_gpu, {}, pytest.fail):
+        names = run_cell("install")
+    listed = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     assert set(listed) == set(names["PACKAGES"])
-
-
-def readme_command(heading):
-    return re.search(rf"## {heading}.*?```bash\n(.*?)\n```", README, re.S)[1]
-
-
-def test_ci_runs_the_readmes_test_command():
-    done = subprocess.run(["bash", ".ci/run", "--print"], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == readme_command("Test")
-
-
-USE = """
-import sys
-sys.modules.update(dict.fromkeys(("pandas", "peft", "IPython", "matplotlib", "tqdm")))  # not there
-import nf4_triton, torch
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-weight, state = quantize_4bit(torch.randn(64, 64).half(), quant_type="nf4")
-with nf4_triton.in_bitsandbytes():
-    assert torch.equal(nf4_triton.dequantize_nf4(weight, state), dequantize_4bit(weight, state))
-print(nf4_triton.dequantize_nf4.__doc__)
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("nbdev") is None, reason="needs nbdev")
-def test_the_readmes_line_makes_a_module_that_needs_torch_triton_and_bitsandbytes_alone(
-    tmp_path, monkeypatch
-):
-    """Of the notebook as black writes it, too, which tests and tools load as well."""
-    text = shared.NOTEBOOK.read_text(encoding="utf-8")
-    line = re.search(r'python -c "(.*?)"', readme_command("Use"))[1]
-    notebook, module = tmp_path / "nf4_triton.ipynb", tmp_path / "nf4_triton.py"
-    found = []
-    for mark in ("#| export", "# | export"):
-        notebook.write_text(text.replace("#| export", mark), encoding="utf-8")
-        subprocess.run([sys.executable, "-c", line], cwd=tmp_path, check=True, capture_output=True)
-        monkeypatch.setattr(shared, "NOTEBOOK", notebook)
-        exported = module.read_text(encoding="utf-8").replace(mark, "")  # below a title it stays
-        found.append((exported, len(shared.definitions())))
-    assert found[0] == found[1]
-    used = subprocess.run([sys.executable, "-c", USE], cwd=tmp_path, capture_output=True, text=True)
-    assert "with bitsandbytes' bits" in used.stdout, used.stderr

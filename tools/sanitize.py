@@ -2,8 +2,9 @@
 
     python tools/sanitize.py    on a GPU: a line for each run; exit status 0 where all are clean
 
-Broken launches are the control of memcheck and initcheck. Only our kernel is watched: to initcheck,
-what others write is unwritten, so inputs come from the CPU, and outputs are compared there.
+Broken launches are the control of memcheck and initcheck. Only our kernel is watched. initcheck
+takes what other kernels write for unwritten, so inputs are made on the CPU and copied, those of the
+trial of each compiled kernel, too; outputs are compared on the CPU.
 """
 
 import itertools
@@ -16,6 +17,8 @@ from multiprocessing.pool import ThreadPool
 
 import shared
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 OPTIONS = (
@@ -28,8 +31,25 @@ RUNS = [(tool, "right") for tool in ("memcheck", "racecheck", "initcheck")]
 RUNS += [("memcheck", "broken"), ("initcheck", "broken")]
 
 
+class MadeOnCPU(TorchDispatchMode):
+    """Run each operator of torch on the CPU, and copy its result to the GPU."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, kwargs or {}))
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": torch.device("cpu")}
+        return tree_map_only(torch.Tensor, torch.Tensor.cuda, operator(*args, **kwargs))
+
+
 def run_right(nf4):
-    """By the operator, by the plan that it leaves, by kernel[grid]; at odd addresses, too."""
+    """Run the operator, the plan that it leaves, and kernel[grid]; at odd addresses, too."""
+    trial = nf4.trial
+
+    def trial_from_cpu(*given):
+        with MadeOnCPU():
+            return trial(*given)
+
+    nf4.trial = trial_from_cpu
     shapes = ((64, 64), (8, 1024), (16, 68), *nf4.RAGGED_SHAPES)
     choices = itertools.product(shapes, nf4.DTYPES, (True, False), (0, 1, 4))
     for shape, dtype, nested, offset in choices:
@@ -40,11 +60,11 @@ def run_right(nf4):
         for function in (nf4.dequantize_nf4, nf4.dequantize_nf4, nf4.by_kernel_grid):
             out = function(weight, state).cpu().reshape(shape)
             assert nf4.bits_differing(out, expected) == 0, (shape, dtype)
-    assert nf4.PLANS and all(nf4.TRIED.values())
+    assert nf4.PLANS and nf4.TRIALS and all(nf4.TRIALS.values())
 
 
 def run_broken(nf4):
-    """Reads what was never written, then beyond the weight's end."""
+    """Read what was never written, then beyond the weight's end."""
     weight, state = nf4.quantized((64, 128), torch.float16, "cpu")
     state.to("cuda")
     nf4.by_kernel_grid(torch.empty_like(weight, device="cuda"), state).cpu()
@@ -52,7 +72,7 @@ def run_broken(nf4):
 
 
 def watch(tool, launches):
-    """Whether the tool finds nothing in the right launches, or something in the broken ones."""
+    """Tell whether the tool finds nothing in right launches, and something in broken ones."""
     command = [SANITIZER, f"--tool={tool}", *OPTIONS]
     if tool == "memcheck":
         command.append("--padding=4096")

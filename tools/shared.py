@@ -1,60 +1,61 @@
-"""What tests and tools share: the notebook's definition cells as a module; files written whole."""
+"""What tests and tools share: the notebook's definition cells as a module, and the record."""
 
 import hashlib
+import importlib
 import io
 import json
 import linecache
 import os
 import re
 import sys
+import time
 import tokenize
 import types
+from importlib import metadata
 from pathlib import Path
 
 import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "results"
 NOTEBOOK = Path(os.environ.get("NF4_NOTEBOOK", ROOT / "nf4_triton.ipynb"))  # tests/mutants.py
 DEFINITION = re.compile(r"(# @title .*\n)?# ?\| ?export")  # how a definition cell begins
+FILES = {  # {kind of entry: the files whose code counts, beside the notebook's cells}
+    "run": (),
+    "training": ("nf4_integrations.py", "tools/training.py"),
+    "rehearsal": ("tools/t4.py",),
+    "machine code": ("tools/sm_75.py",),
+    "tests": ("nf4_integrations.py",),
+}
+COMMANDS = {  # {kind of entry: what makes a new one}
+    "run": "run the notebook on a GPU (README, Run it), then tools/record.py run/",
+    "training": "run tools/training.py training.json on a GPU, then tools/record.py training.json",
+    "rehearsal": "run tools/t4.py rehearse DIR on a GPU, then tools/record.py DIR/rehearsal.json",
+    "machine code": "run tools/sm_75.py --record sm_75.json, then tools/record.py sm_75.json",
+    "tests": "run pytest tests --tally tests.json on a GPU, then tools/record.py tests.json",
+}
+PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft")
 
 
 def code_cells(notebook=None):
-    """A notebook's code cells; by default those of NOTEBOOK."""
+    """Return a notebook's code cells; by default those of NOTEBOOK."""
     notebook = notebook or nbformat.read(NOTEBOOK, as_version=4)
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def code_hash(notebook):
-    """Says which code the outputs are of, cell by cell; comments and empty lines do not count."""
-    lines = []
-    for cell in code_cells(notebook):
-        source = cell.source.splitlines()
-        for token in tokenize.generate_tokens(io.StringIO(cell.source).readline):
-            if token.type == tokenize.COMMENT:
-                row, column = token.start
-                source[row - 1] = source[row - 1][:column]
-        lines += [line.rstrip() for line in source if line.strip()]
-        lines.append("# the end of a cell")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
 def definitions(name="nf4_triton"):
-    """(file name, source) of each definition cell, in order; the file name goes into tracebacks.
+    """Return (file name, source) of each definition cell, in order.
 
-    name  the operator's namespace: a module of another name has an operator of its own
+    name  begins the file name, which tracebacks show
     """
     found = []
     for i, cell in enumerate(code_cells()):
         if DEFINITION.match(cell.source):
-            source = cell.source.replace("nf4_triton::", f"{name}::")
-            source = source.replace("ops.nf4_triton", f"ops.{name}")
-            found.append((f"{name}, code cell {i}", source))
+            found.append((f"{name}, code cell {i}", cell.source))
     return found
 
 
 def defining(what, name="nf4_triton"):
-    """The source of the one definition cell that defines a function, class or constant."""
+    """Return the source of the one definition cell that defines a function, class or constant."""
     begins = re.compile(rf"^((def|class) {what}\b|{what}\b.* = )", re.M)
     found = [source for _, source in definitions(name) if begins.search(source)]
     if len(found) != 1:
@@ -63,44 +64,89 @@ def defining(what, name="nf4_triton"):
 
 
 def load(name="nf4_triton"):
-    """A module made of the definition cells."""
+    """Return a module of this name made of the definition cells; `import` then finds it, too."""
     module = sys.modules[name] = types.ModuleType(name)
     for file, source in definitions(name):
         execute(source, file, vars(module))
     return module
 
 
+def load_integrations():
+    """Return the module nf4_integrations, which uses the notebook's definitions."""
+    load()
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    return importlib.import_module("nf4_integrations")
+
+
 def execute(source, file, namespace):
-    """Runs the source under a file name of its own: Triton reads kernels through `inspect`."""
+    """Run the source under a file name of its own: Triton reads kernels through `inspect`."""
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     exec(compile(source, file, "exec"), namespace)
 
 
-def write(files):
-    """Writes {path: text, bytes or JSON}, all or nothing: beside each file, then in its place."""
-    for path, content in files.items():
-        if not isinstance(content, (str, bytes)):
-            content = json.dumps(content, indent=1) + "\n"
-        content = content.encode() if isinstance(content, str) else content
-        path.parent.mkdir(exist_ok=True)
-        path.with_name(path.name + ".tmp").write_bytes(content)
-    for path in files:
-        path.with_name(path.name + ".tmp").replace(path)
-        print(f"written: {path}")
+def code_of(kind, notebook=None):
+    """Return the hash of the code that an entry of this kind measures.
+
+    Comments and blank lines do not count. The cells are the notebook's, by default NOTEBOOK's.
+    """
+    sources = [cell.source for cell in code_cells(notebook)]
+    sources += [(ROOT / name).read_text(encoding="utf-8") for name in FILES[kind]]
+    lines = []
+    for source in sources:
+        code = source.splitlines()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                code[row - 1] = code[row - 1][:column]
+        lines += [line.rstrip() for line in code if line.strip()]
+        lines.append("# the end of a cell or file")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def stored(name, folder=None):
-    """What results/NAME.json holds; None where it is missing."""
-    path = (folder or RESULTS) / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+def entry(kind, data, gpu=None):
+    """Return an entry for the record: what was measured here and now, with the code at hand.
+
+    gpu  the name of the GPU that was used, None if there was none
+    """
+    cpu = re.search(r"model name\s*: *(\S.*)", Path("/proc/cpuinfo").read_text())
+    versions = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "kind": kind,
+        "gpu": gpu,
+        "host": f"{cpu[1] if cpu else 'unknown'}, {len(os.sched_getaffinity(0))} cores",
+        "date": time.strftime("%Y-%m-%d"),
+        "code": code_of(kind),
+        "versions": versions,
+        "data": data,
+    }
 
 
-def slug(gpu):
-    """As in the names of a record's files."""
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower())
+def entries():
+    """Return all entries of results/record.json, the oldest first."""
+    path = ROOT / "results" / "record.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
-def shown_record(folder=None):
-    """The record of the run that is shown: the latest in runs.json; None where there is none."""
-    runs = stored("runs", folder) or []
-    return stored(slug(runs[-1]["gpu"]), folder) if runs else None
+def current(kind, among=None):
+    """Return the entries of this kind that measured the present code, the oldest first."""
+    among = entries() if among is None else among
+    code = code_of(kind)
+    return [each for each in among if each["kind"] == kind and each.get("code") == code]
+
+
+def write(path, content):
+    """Write a text, or anything else as JSON: beside the file first, then in its place."""
+    path = Path(path)
+    if not isinstance(content, str):
+        content = json.dumps(content, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.tmp")
+    beside.write_text(content, encoding="utf-8")
+    beside.replace(path)
+    print(f"written: {path}")

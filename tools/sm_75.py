@@ -1,8 +1,8 @@
 """The kernel's machine code for a T4 (sm_75), which needs no GPU: registers, widths, instructions.
 
-python tools/sm_75.py            by the Triton at hand: prints rows of facts, as JSON
-python tools/sm_75.py 3.6.0      by that Triton, which pip puts into .venv/nf4-triton
-python tools/sm_75.py --record   by each of VERSIONS: writes results/sm_75.json
+python tools/sm_75.py                  by the Triton at hand: prints rows of facts, as JSON
+python tools/sm_75.py 3.6.0            by that Triton, which pip puts into .venv/nf4-triton
+python tools/sm_75.py --record FILE    by each of VERSIONS: writes an entry for tools/record.py
 
 Among the facts are the fused multiply-adds, `ffma`, and there must be none: where a compiler makes
 one of a scale's product and sum, the product is not rounded, and some bits are not bitsandbytes'.
@@ -23,7 +23,7 @@ VERSIONS = ("3.5.1", "3.6.0", "3.9.0")  # the lowest that is allowed, Colab's, t
 
 
 def installed(version):
-    """The folder that holds this Triton and nothing else, made by pip when first asked for."""
+    """Return the folder with this Triton and nothing else. pip makes it when it is first used."""
     folder = shared.ROOT / ".venv" / "nf4-triton" / f"{version}-{sys.implementation.cache_tag}"
     if not folder.exists():
         part = folder.with_name(f"part-of-{folder.name}")
@@ -34,9 +34,9 @@ def installed(version):
     return folder
 
 
-asked = " ".join(sys.argv[1:]) if __name__ == "__main__" else ""
-if asked not in ("", "--record", metadata.version("triton")):
-    sys.path.insert(0, str(installed(asked)))
+arguments = sys.argv[1:] if __name__ == "__main__" else []
+if len(arguments) == 1 and arguments != [metadata.version("triton")]:
+    sys.path.insert(0, str(installed(arguments[0])))
 os.environ.pop("TRITON_INTERPRET", None)  # the interpreter cannot live beside the compiler
 
 import triton  # noqa: E402
@@ -45,11 +45,11 @@ from tqdm import tqdm  # noqa: E402
 TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
 
 
-def compile_for(nf4, dtype, absmax):
-    """The CompiledKernel, for sm_75; it is the same for all shapes."""
+def compile_for(nf4, dtype, absmax, shuffle=True):
+    """Return the kernel compiled for sm_75, which is the same for all shapes."""
     kernel = nf4._dequantize_nf4_kernel
     types = {"out_ptr": TYPES[dtype], "weight_ptr": "*u8", "n_weights": "i32"}
-    constants = {"BLOCKSIZE": 64, "WORDS": nf4.WORDS}
+    constants = {"BLOCKSIZE": 64, "WORDS": nf4.WORDS, "SHUFFLE": shuffle}
     tables = ("offset_ptr", "absmax2_ptr", "code2_ptr")
     if absmax == "nested":
         types |= {"absmax_ptr": "*u8"} | dict.fromkeys(tables, "*fp32")
@@ -66,7 +66,7 @@ def compile_for(nf4, dtype, absmax):
 
 
 def facts(compiled):
-    """What the code uses, and how often; the widths of its global accesses in bits: "16 128"."""
+    """Return what the code uses, and how often; widths of global accesses in bits: "16 128"."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -94,22 +94,35 @@ def facts(compiled):
     }
 
 
-def main():
-    if asked == "--record":
-        found = []
-        for version in tqdm(VERSIONS, "Triton", disable=None):
-            done = subprocess.run([sys.executable, __file__, version], stdout=subprocess.PIPE)
-            if done.returncode:
-                raise SystemExit(f"Triton {version} failed, see above: nothing was written.")
-            found += json.loads(done.stdout.splitlines()[-1])  # Triton prints there, too
-        shared.write({shared.RESULTS / "sm_75.json": found})
-        return
+def compile_all():
+    """Return rows of facts by the Triton at hand."""
     nf4, rows = shared.load(), []
     for dtype in TYPES:
         for absmax in ("nested", "plain"):
             row = {"triton": triton.__version__, "dtype": dtype, "absmax": absmax}
             rows.append(row | facts(compile_for(nf4, dtype, absmax)))
-    print(json.dumps(rows))
+    return rows
+
+
+def compile_by_each():
+    """Return the rows of all VERSIONS, each in a process of its own."""
+    found = []
+    for version in tqdm(VERSIONS, "Triton", disable=None):
+        done = subprocess.run([sys.executable, __file__, version], stdout=subprocess.PIPE)
+        if done.returncode:
+            raise SystemExit(f"Triton {version} failed, see above: nothing was written.")
+        found += json.loads(done.stdout.splitlines()[-1])  # Triton prints there, too
+    return found
+
+
+def main():
+    match arguments:
+        case ["--record", path]:
+            shared.write(path, shared.entry("machine code", compile_by_each()))
+        case [] | [_]:
+            print(json.dumps(compile_all()))
+        case _:
+            raise SystemExit(__doc__)
 
 
 if __name__ == "__main__":

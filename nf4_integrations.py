@@ -1,0 +1,289 @@
+"""Let bitsandbytes and Unsloth dequantize NF4 weights with nf4_triton, within a context."""
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+import sys
+import threading
+import weakref
+
+import nf4_triton
+import torch
+from bitsandbytes import functional as bnb
+
+LOG = logging.getLogger("nf4_integrations")
+LOCK = threading.RLock()  # reentrant: a handler of the log may open a context, or fork
+ORIGINALS = weakref.WeakKeyDictionary()  # {our stand-in: the function that it stands for}
+BROKEN = False  # a plain global, as compiled code guards on it
+OPS = "bitsandbytes.backends.cuda.ops"
+PRODUCT = "_dequant_linear_fallback"  # bitsandbytes 0.50 multiplies by a dequantized weight there
+log_once = functools.cache(LOG.warning)
+
+
+def in_bitsandbytes():
+    """Return a context in which bitsandbytes dequantizes NF4 weights with nf4_triton.
+
+    These are its backward passes, and on a GPU the forward passes that its fused kernel does not
+    take. Results have the same bits, shapes and dtypes as without the context. What nf4_triton
+    refuses, FP4 for example, bitsandbytes dequantizes itself.
+
+    All threads see the context, until the last such context ends. A compiled function asks at each
+    call whether one is open; its backward pass then does what its forward pass was compiled for.
+    """
+    return BITSANDBYTES.context()
+
+
+def in_unsloth():
+    """Return a context in which Unsloth's fast_dequantize uses nf4_triton for NF4 weights.
+
+    Each call then returns a fresh tensor [rows, columns] in quant_state.dtype, or its transpose for
+    a weight that is passed as [1, n]. Calls with `out` and other formats stay Unsloth's own.
+    All threads see the context, until the last such context ends. Raises ImportError without
+    Unsloth.
+    """
+    try:
+        from unsloth.kernels.utils import fast_dequantize  # noqa: F401
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "unsloth":
+            raise  # Unsloth is there, and names what it misses itself
+        raise ImportError("in_unsloth() needs Unsloth: run `pip install unsloth` first.") from None
+    return UNSLOTH.context()
+
+
+class Integration:
+    """The functions of one package that have a stand-in of ours while a context is open."""
+
+    def __init__(self, find):
+        self.find = find  # returns [(owner, name, make)]; make(original) returns our stand-in
+        self.is_open = False  # stand-ins ask it at each call, and compiled code guards on it
+        self.contexts = {}  # {each open context: the thread that entered it}
+        self.places = []  # (owner, name) of what was replaced
+
+    @contextlib.contextmanager
+    def context(self):
+        context = object()
+        try:
+            with LOCK:
+                if not self.contexts:
+                    self.replace()
+                self.contexts[context] = threading.get_ident()
+            yield
+        finally:
+            with LOCK:
+                self.contexts.pop(context, None)
+                if not self.contexts:
+                    self.restore()
+
+    def replace(self):
+        """Put our stand-ins into their places. Whatever may fail comes before the first of them."""
+        if not has_device():
+            log_once("There is no NVIDIA GPU, and Triton does not interpret: nothing was replaced.")
+            return
+        stand_ins, places = {}, []
+        for owner, name, make in self.find():
+            original = original_of(getattr(owner, name))  # another tool may have put ours back
+            key = id(original)  # it need not have a hash
+            if key not in stand_ins:
+                stand_ins[key] = make(original)
+                ORIGINALS[stand_ins[key]] = original
+            places.append((owner, name, stand_ins[key]))
+        self.places = [(owner, name) for owner, name, _ in places]
+        self.is_open = True
+        for owner, name, stand_in in places:
+            setattr(owner, name, stand_in)
+
+    def restore(self):
+        """Put the originals back where a stand-in of ours still is; leave other tools' patches."""
+        self.is_open = False
+        for owner, name in self.places:
+            current = getattr(owner, name, None)
+            if original_of(current) is not current:
+                setattr(owner, name, original_of(current))
+
+
+def original_of(function):
+    """Return what a stand-in of ours stands for, and any other function itself."""
+    try:
+        return ORIGINALS.get(function, function)
+    except TypeError:  # it has no weak reference or no hash, so it is none of ours
+        return function
+
+
+def has_device():
+    """Tell whether nf4_triton can run: on an NVIDIA GPU, or in Triton's interpreter."""
+    return nf4_triton.INTERPRETED.value or bool(torch.version.cuda and torch.cuda.is_available())
+
+
+def dequantize(weight, state):
+    """Return nf4_triton's output, or None where the original function has to do the work."""
+    if BROKEN or getattr(state, "quant_type", None) != "nf4":
+        return None
+    if torch.compiler.is_compiling():  # compiled code cannot catch a refusal
+        return nf4_triton.dequantize_nf4(weight, state) if is_accepted(weight, state) else None
+    try:
+        return nf4_triton.dequantize_nf4(weight, state)
+    except (TypeError, ValueError):  # a refusal
+        return None
+    except torch.OutOfMemoryError:  # the original needs as much, and reports it; a retry may fit
+        return None
+    except Exception as error:
+        with contextlib.suppress(Exception):  # fields that is_accepted cannot ask
+            if is_accepted(weight, state):
+                give_up(error)
+        return None
+
+
+def give_up(error):
+    """Leave the work to the original functions until the process ends, and log the error once."""
+    global BROKEN
+    with LOCK:
+        if not BROKEN:
+            BROKEN = True
+            LOG.warning("nf4_triton failed, and is not used again in this process: %r", error)
+
+
+def is_accepted(weight, state):
+    """Tell whether nf4_triton accepts a weight, by questions that torch.compile can trace."""
+    if getattr(state, "packing_format_for_cpu", False):
+        return False
+    if state.nested != (state.state2 is not None):
+        return False
+    if state.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return False
+    if not (nf4_triton.INTERPRETED.value or (weight.is_cuda and torch.version.cuda)):
+        return False
+    n_weights = 1
+    for size in state.shape:
+        n_weights *= size
+    if weight.numel() * weight.element_size() != (n_weights + 1) // 2:
+        return False
+    n_blocks = (n_weights + state.blocksize - 1) // state.blocksize
+    if state.nested:
+        state2 = state.state2
+        if state2.dtype != torch.float32:
+            return False
+        n_blocks2 = (n_blocks + state2.blocksize - 1) // state2.blocksize
+        tables = [(state.absmax, torch.uint8, n_blocks), (state.offset, torch.float32, 1)]
+        tables += [(state2.absmax, torch.float32, n_blocks2), (state2.code, torch.float32, 256)]
+    else:
+        tables = [(state.absmax, torch.float32, n_blocks)]
+    for table, dtype, size in tables:
+        if not isinstance(table, torch.Tensor) or table.device != weight.device:
+            return False
+        if table.dtype != dtype or table.numel() != size:
+            return False
+    return True
+
+
+def make_dequantize_4bit(original):
+    """Return a stand-in for bitsandbytes.functional.dequantize_4bit."""
+
+    @functools.wraps(original)
+    def dequantize_4bit(A, quant_state=None, absmax=None, out=None, *rest, **options):
+        if BITSANDBYTES.is_open and out is None:
+            weight = dequantize(A, quant_state)
+            if weight is not None:
+                return weight
+        return original(A, quant_state, absmax, out, *rest, **options)
+
+    return dequantize_4bit
+
+
+def make_product(original):
+    """Return a stand-in for PRODUCT, which dequantizes straight to A's dtype.
+
+    A is [..., columns], shapeB (rows, columns); the product is [..., rows]. Nested blocks have 256
+    absmax each, and `absmax` is then the outer one.
+    """
+
+    def product(
+        A, B, shapeB, absmax, blocksize, quant_type,
+        bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None,
+    ):  # fmt: skip
+        weight = None
+        if BITSANDBYTES.is_open and quant_type == "nf4" and len(shapeB) == 2:
+            state = bnb.QuantState(absmax, shapeB, None, blocksize, quant_type, A.dtype)
+            if absmax_8bit is not None:
+                state.absmax, state.offset, state.nested = absmax_8bit, absmax_offset, True
+                state.state2 = bnb.QuantState(absmax, None, absmax_code, 256, None, torch.float32)
+            # Every weight that is passed as [1, n] comes back transposed, one of a byte, too.
+            weight = dequantize(B.reshape(1, -1), state)
+        if weight is None:
+            nested = (absmax_8bit, absmax_code, absmax_offset)
+            return original(A, B, shapeB, absmax, blocksize, quant_type, bias, *nested)
+        return torch.nn.functional.linear(A, weight.t(), bias)
+
+    return product if original is None else functools.wraps(original)(product)
+
+
+def make_fast_dequantize(original):
+    """Return a stand-in for unsloth.kernels.utils.fast_dequantize."""
+
+    @functools.wraps(original)
+    def fast_dequantize(W, quant_state=None, out=None, *rest, **options):
+        if UNSLOTH.is_open and out is None:
+            weight = dequantize(W, quant_state)
+            if weight is not None:
+                return weight
+        return original(W, quant_state, out, *rest, **options)
+
+    return fast_dequantize
+
+
+def find_in_bitsandbytes():
+    """Return the places to replace: the product only if its signature is the one we know."""
+    found = [(bnb, "dequantize_4bit", make_dequantize_4bit)]
+    ops = sys.modules.get(OPS)  # it cannot be imported where torch has no CUDA
+    if ops is None and not torch.cuda.is_available():
+        return found
+    try:
+        is_known = parameters(getattr(ops, PRODUCT)) == parameters(make_product(None))
+    except Exception:  # it is missing, or inspect cannot read it
+        is_known = False
+    if is_known:
+        return [*found, (ops, PRODUCT, make_product)]
+    log_once(
+        "This bitsandbytes has no %s.%s that we know: forward passes stay its own.", OPS, PRODUCT
+    )
+    return found
+
+
+def parameters(function):
+    """Return each parameter's name, kind and default."""
+    found = inspect.signature(function).parameters.values()
+    return [(each.name, each.kind, each.default) for each in found]
+
+
+def find_in_unsloth():
+    """Return each loaded module of Unsloth that has taken the name fast_dequantize."""
+    original, found = original_of(sys.modules["unsloth.kernels.utils"].fast_dequantize), []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("unsloth", "unsloth_zoo"):
+            taken = getattr(module, "__dict__", {}).get("fast_dequantize")
+            if taken is not None and original_of(taken) is original:
+                found.append((module, "fast_dequantize", make_fast_dequantize))
+    return found
+
+
+BITSANDBYTES, UNSLOTH = Integration(find_in_bitsandbytes), Integration(find_in_unsloth)
+
+
+def end_contexts_of_lost_threads():
+    """In a forked child, end the contexts of threads that only its parent has."""
+    for integration in (BITSANDBYTES, UNSLOTH):
+        contexts, own = integration.contexts, threading.get_ident()
+        integration.contexts = {each: thread for each, thread in contexts.items() if thread == own}
+        if not integration.contexts:
+            integration.restore()
+    LOCK.release()
+
+
+if hasattr(os, "register_at_fork"):
+    # A fork waits until no thread is between two replacements, so the child finds all or none.
+    os.register_at_fork(
+        before=LOCK.acquire,
+        after_in_parent=LOCK.release,
+        after_in_child=end_contexts_of_lost_threads,
+    )
