@@ -57,7 +57,7 @@ BY_CHECK = {
     "blocksize True": Fault("block sizes in .* got (1|True) and", "blocksize", as_(True)),
     "blocksize 64.0": Fault("blocksize.*float", "blocksize", as_(64.0), RuntimeError),
     "state2.blocksize 256.0": Fault("2.*float", "state2.blocksize", as_(256.0), RuntimeError),
-    "shape of floats": Fault("shape", "shape", as_((32.0, 64.0)), RuntimeError),
+    "shape of floats": Fault("argument 'shape'", "shape", as_((32.0, 64.0)), RuntimeError),
     "another blocksize": Fault("absmax to have 16 elements", "blocksize", as_(128)),
     "state2.blocksize": Fault("block sizes in .* 100", "state2.blocksize", as_(100)),
     "no absmax": Fault("absmax to be .* got None", "absmax", as_(None)),

@@ -22,8 +22,7 @@ HOW_TO_READ = (
     "challenge's timed loop. *mix* is the challenge's own choice of dtypes: one shape in fp16 and "
     "two in bf16. The second row is what our rewrite of the challenge's test gave, from two runs "
     "of each function. All other rows are from a race in which the functions take turns, so that a "
-    "drift of the host's speed meets them all; the test's numbers drift more (section 6). Sections "
-    "are those of the notebook."
+    "drift of the host's speed meets them all (section 6). Sections are those of the notebook."
 )
 ESTIMATED = {
     "Unsloth": "today's Unsloth",
@@ -100,11 +99,8 @@ def counted(names):
     return ", ".join(f"{name} ({n} run{'s' * (n > 1)})" for name, n in counts)
 
 
-def record_block(runs, tests):
-    """Return the first screen's text, for the latest of the runs.
-
-    tests  the entries of the tests' tallies
-    """
+def record_block(runs):
+    """Return the first screen's text, for the latest of the runs."""
     run = runs[-1]
     of_run, of_all = speedups(run), list(map(speedups, runs))
     rows = []
@@ -124,7 +120,7 @@ def record_block(runs, tests):
         mix = [each["mix"] for each in in_the_test]
         row[f"mix, range of {len(runs)} runs"] = from_to(mix)
     rows.insert(1, row)
-    items = [origin(runs), correctness(run, tests), where_from(run), on_a_t4(runs)]
+    items = [origin(runs), correctness(run), where_from(run), on_a_t4(runs)]
     return "\n\n".join([markdown(rows), HOW_TO_READ, "\n".join(f"* {item}" for item in items)])
 
 
@@ -139,16 +135,12 @@ def origin(runs):
     return text
 
 
-def correctness(run, tests):
+def correctness(run):
     compared = pd.DataFrame(run["data"]["compared"])
     by_path = compared.groupby("path", sort=False)["weights"].sum()
     text = f"**Is it right?** {by_path.iloc[0]:,} weights were dequantized on each of "
     text += f"{len(by_path)} paths through our code, and compared with bitsandbytes' bits: "
     text += f"{compared['differing'].sum():,} differ (section 5)."
-    if tests:
-        text += " Of the project's tests, {passed} passed, {failed} failed and {skipped} were "
-        text += "skipped ({gpus} x {gpu})."
-        text = text.format(gpu=tests[-1]["gpu"], **tests[-1]["data"])
     return text
 
 
@@ -167,9 +159,9 @@ def where_from(run):
         "difference is in the CPU time, which is the time of a call in the race minus the time of "
         f"its kernel: {theirs_cpu:.1f} µs in Unsloth's call, and {ours_cpu:.1f} µs in ours. When "
         f"our kernel is launched with `kernel[grid]`, Triton's usual way, the CPU time is "
-        f"{usual_cpu:.1f} µs, and the call is only {ratio:.2f} times as fast as Unsloth's. That is "
-        "what remains where one of the private functions of torch that our call uses is missing "
-        "(section 4)."
+        f"{usual_cpu:.1f} µs, and the call is only {ratio:.2f} times as fast as Unsloth's. Our "
+        "call needs functions that are private to torch; where one is missing, it is slower than "
+        "Unsloth's (section 4)."
     )
 
 
@@ -246,6 +238,15 @@ def checked_block(machine_code, rehearsals):
     return text
 
 
+def tests_block(tests):
+    """Return README's sentence on the tests, from the latest tally."""
+    text = (
+        "On {date} the tests ran on {gpus} x {gpu}: {passed} passed, {failed} failed and {skipped} "
+    )
+    text += "were skipped, which are for other machines."
+    return text.format(**tests[-1], **tests[-1]["data"])
+
+
 def training_block(training):
     """Return README's table of training times, from the latest entry."""
     entry, rows = training[-1], []
@@ -271,7 +272,7 @@ def generated(entries):
     runs, training = (shared.current(kind, entries) for kind in ("run", "training"))
     nothing = "There is no measurement of the present code. To make one, {}."
     if runs:
-        found["record"] = record_block(runs, shared.current("tests", entries))
+        found["record"] = record_block(runs)
         found["t4"] = t4_block(runs)
     else:
         found["record"] = found["t4"] = nothing.format(shared.COMMANDS["run"])
@@ -283,6 +284,8 @@ def generated(entries):
     else:
         missing = "rehearsal" if machine_code else "machine code"
         found["checked"] = nothing.format(shared.COMMANDS[missing])
+    tests = shared.current("tests", entries)
+    found["tests"] = tests_block(tests) if tests else nothing.format(shared.COMMANDS["tests"])
     found["training"] = nothing.format(shared.COMMANDS["training"])
     if training:
         found["training"] = training_block(training)

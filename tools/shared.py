@@ -1,5 +1,6 @@
 """What tests and tools share: the notebook's definition cells as a module, and the record."""
 
+import ast
 import hashlib
 import importlib
 import io
@@ -17,8 +18,10 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOK = Path(os.environ.get("NF4_NOTEBOOK", ROOT / "nf4_triton.ipynb"))  # tests/mutants.py
+NOTEBOOK = ROOT / "nf4_triton.ipynb"
 DEFINITION = re.compile(r"(# @title .*\n)?# ?\| ?export")  # how a definition cell begins
+EXPORTED = re.compile(r"(# @title .*\n)?# ?\| ?export\s*$", re.M)  # of the module nf4_triton alone
+NEED_EXPORTED = ("training", "machine code")  # other kinds of entry need all of the cells
 FILES = {  # {kind of entry: the files whose code counts, beside the notebook's cells}
     "run": (),
     "training": ("nf4_integrations.py", "tools/training.py"),
@@ -88,20 +91,31 @@ def execute(source, file, namespace):
 def code_of(kind, notebook=None):
     """Return the hash of the code that an entry of this kind measures.
 
-    Comments and blank lines do not count. The cells are the notebook's, by default NOTEBOOK's.
+    Comments, docstrings and blank lines do not count. The cells are the notebook's, by default
+    NOTEBOOK's.
     """
     sources = [cell.source for cell in code_cells(notebook)]
+    if kind in NEED_EXPORTED:
+        sources = [source for source in sources if EXPORTED.match(source)]
     sources += [(ROOT / name).read_text(encoding="utf-8") for name in FILES[kind]]
-    lines = []
-    for source in sources:
-        code = source.splitlines()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT:
-                row, column = token.start
-                code[row - 1] = code[row - 1][:column]
-        lines += [line.rstrip() for line in code if line.strip()]
-        lines.append("# the end of a cell or file")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    code = "\n# the end of a cell or file\n".join(map(bare, sources))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+def bare(source):
+    """Return the source without comments, docstrings and blank lines."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node
+        ):
+            text = node.body[0]
+            lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def entry(kind, data, gpu=None):

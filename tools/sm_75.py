@@ -45,11 +45,11 @@ from tqdm import tqdm  # noqa: E402
 TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
 
 
-def compile_for(nf4, dtype, absmax, shuffle=True):
+def compile_for(nf4, dtype, absmax):
     """Return the kernel compiled for sm_75, which is the same for all shapes."""
     kernel = nf4._dequantize_nf4_kernel
     types = {"out_ptr": TYPES[dtype], "weight_ptr": "*u8", "n_weights": "i32"}
-    constants = {"BLOCKSIZE": 64, "WORDS": nf4.WORDS, "SHUFFLE": shuffle}
+    constants = {"BLOCKSIZE": 64, "WORDS": nf4.WORDS, "SHUFFLE": True}
     tables = ("offset_ptr", "absmax2_ptr", "code2_ptr")
     if absmax == "nested":
         types |= {"absmax_ptr": "*u8"} | dict.fromkeys(tables, "*fp32")
