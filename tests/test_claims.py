@@ -466,6 +466,14 @@ def test_kernel_times_are_medians_in_microseconds_of_each_dtype(nf4, device):
     assert bytes_moved == {1024 // 2 + 1024 // 64 + 2 * 1024}
 
 
+def test_unsloths_kernel_is_not_timed_with_wrong_bits(nf4, device):
+    def wrong(weight, state, out, use_global_buffer):
+        return nf4.spec(weight, state).neg()
+
+    with pytest.raises(ValueError, match="expected the same bits from Unsloth's kernel"):
+        nf4.time_kernels([(16, 64)], [torch.float16], wrong, pytest.fail, device)
+
+
 def kernel_rows():
     """Return rows as of time_kernels: bf16 takes twice as long; 8192 x 4096 is no challenge's."""
     us = {"ours_us": 10.0, "unsloth_us": 20.0, "copy_us": 5.0}

@@ -131,6 +131,7 @@ ROWS = {
          '(r"\\bfma\\.rn", 0, math.inf)', "contradicts"),
         ("milliseconds called microseconds", "name: 1e3 * median(ms)",
          "name: median(ms)", "medians"),
+        ("Unsloth's wrong bits are timed", "theirs()) > 0", "theirs()) > 1e9", "unsloths_kernel"),
         ("a copy of half as many bytes", "torch.empty(n_moved // 2",
          "torch.empty(n_moved // 4", "medians"),
         ("the profiler ends before the GPU", "torch.cuda.synchronize()\n    extra",
