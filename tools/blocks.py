@@ -18,7 +18,6 @@ ROWS = {  # of the first table: {contender: what the reader sees}
 }
 IN_THE_TEST = "today's Unsloth, by `test_dequantize`"
 STEPS = (1.05, 1.10, 1.15)  # speedups for which the challenge gives points
-CALLS = 13 * 9000 + 8 * 2 * 3 * 50 * 100 * 3  # of a run: 13 tests, and 8 contenders in the race
 THE_STEPS = "the challenge's three steps (1.05, 1.10 and 1.15)"
 HOW_TO_READ = (
     "A speedup is the time of the other function divided by the time of ours, for one call in the "
@@ -193,6 +192,12 @@ def on_a_t4(runs):
     return f"{text}today's Unsloth, {missed} of {THE_STEPS} may be missed."
 
 
+def n_calls(run):
+    """Return how many calls the tests and the race of a run made."""
+    n_tests = 1 + sum(len(row["seconds"]) for row in run["data"]["official"])  # 1 is not counted
+    return n_tests * 9000 + len(run["data"]["race"]) * 3 * 50 * 100 * 3  # shapes, rounds, loops
+
+
 def t4_block(runs):
     """Return the text after the estimate's table in section 8."""
     estimated = estimates(runs)
@@ -207,7 +212,11 @@ def t4_block(runs):
     if of_run:
         took = runs[-1]["data"]["seconds"] / 60
         module = notebook()
-        n_bytes = CALLS * statistics.mean(map(math.prod, module.SHAPES)) * module.BYTES_PER_WEIGHT
+        n_bytes = (
+            n_calls(runs[-1])
+            * statistics.mean(map(math.prod, module.SHAPES))
+            * module.BYTES_PER_WEIGHT
+        )
         moving = n_bytes / module.COPY_BYTES_PER_S / 60
         minutes = [took * row["factor"] + moving for row in of_run]
         text += f" *Run all* took {took:.1f} minutes here. On a T4 it may take "
@@ -273,29 +282,26 @@ def training_block(training):
     return f"{markdown(rows)}\n\n{text}"
 
 
+BLOCKS = {  # {name: (the kinds of entries that it needs, what writes it from those)}
+    "record": (("run",), record_block),
+    "t4": (("run",), t4_block),
+    "checked": (("machine code", "rehearsal"), checked_block),
+    "tests": (("tests",), tests_block),
+    "training": (("training",), training_block),
+}
+
+
 def generated(entries):
     """Return {name of a block: its text} for the current ones among these entries."""
     found = {}
-    runs, training = (shared.current(kind, entries) for kind in ("run", "training"))
-    nothing = "There is no measurement of the present code. To make one, {}."
-    if runs:
-        found["record"] = record_block(runs)
-        found["t4"] = t4_block(runs)
-    else:
-        found["record"] = found["t4"] = nothing.format(shared.COMMANDS["run"])
-    machine_code, rehearsals = (
-        shared.current(kind, entries) for kind in ("machine code", "rehearsal")
-    )
-    if machine_code and rehearsals:
-        found["checked"] = checked_block(machine_code, rehearsals)
-    else:
-        missing = "rehearsal" if machine_code else "machine code"
-        found["checked"] = nothing.format(shared.COMMANDS[missing])
-    tests = shared.current("tests", entries)
-    found["tests"] = tests_block(tests) if tests else nothing.format(shared.COMMANDS["tests"])
-    found["training"] = nothing.format(shared.COMMANDS["training"])
-    if training:
-        found["training"] = training_block(training)
+    for name, (kinds, write) in BLOCKS.items():
+        current = {kind: shared.current(kind, entries) for kind in kinds}
+        missing = [kind for kind in kinds if not current[kind]]
+        if missing:
+            nothing = "There is no measurement of the present code. To make one, {}."
+            found[name] = nothing.format(shared.COMMANDS[missing[0]])
+        else:
+            found[name] = write(*current.values())
     return found
 
 
