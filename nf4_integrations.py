@@ -16,7 +16,7 @@ from bitsandbytes import functional as bnb
 LOG = logging.getLogger("nf4_integrations")
 LOCK = threading.RLock()  # reentrant: a handler of the log may open a context, or fork
 ORIGINALS = weakref.WeakKeyDictionary()  # {our stand-in: the function that it stands for}
-BROKEN = False  # a plain global, as compiled code guards on it
+BROKEN = False  # whether nf4_triton failed in this process
 OPS = "bitsandbytes.backends.cuda.ops"
 PRODUCT = "_dequant_linear_fallback"  # bitsandbytes 0.50 multiplies by a dequantized weight there
 log_once = functools.cache(LOG.warning)
@@ -118,10 +118,14 @@ def has_device():
 
 def dequantize(weight, state):
     """Return nf4_triton's output, or None where the original function has to do the work."""
-    if BROKEN or getattr(state, "quant_type", None) != "nf4":
+    if getattr(state, "quant_type", None) != "nf4":
         return None
-    if torch.compiler.is_compiling():  # compiled code cannot catch a refusal
-        return nf4_triton.dequantize_nf4(weight, state) if is_accepted(weight, state) else None
+    if torch.compiler.is_compiling():  # compiled code cannot catch a refusal or a breakage
+        if is_accepted(weight, state) and is_working(weight.device, state.dtype):
+            return nf4_triton.dequantize_nf4(weight, state)
+        return None
+    if BROKEN:
+        return None
     try:
         return nf4_triton.dequantize_nf4(weight, state)
     except (TypeError, ValueError):  # a refusal
@@ -138,10 +142,24 @@ def dequantize(weight, state):
 def give_up(error):
     """Leave the work to the original functions until the process ends, and log the error once."""
     global BROKEN
-    with LOCK:
-        if not BROKEN:
-            BROKEN = True
-            LOG.warning("nf4_triton failed, and is not used again in this process: %r", error)
+    BROKEN = True
+    log_once("nf4_triton failed, and is not used again in this process: %s", repr(error))
+
+
+@torch.compiler.assume_constant_result  # a compiler calls it, and keeps what it returns
+def is_working(device, dtype):
+    """Tell whether nf4_triton dequantizes a small weight on this device without a failure."""
+    if BROKEN:
+        return False
+    try:
+        ones = torch.ones(64, device=device, dtype=dtype)
+        nf4_triton.dequantize_nf4(*bnb.quantize_4bit(ones, quant_type="nf4"))
+    except torch.OutOfMemoryError:
+        return False
+    except Exception as error:
+        give_up(error)
+        return False
+    return True
 
 
 def is_accepted(weight, state):

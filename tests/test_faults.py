@@ -111,6 +111,11 @@ ROWS = {
         ("an unknown product is replaced", "    if is_known:", "    if True:", "unknown_product"),
         ("a fork keeps lost contexts", "after_in_child=end_contexts_of_lost_threads",
          "after_in_child=LOCK.release", "fork_while"),
+        ("a fork ends every context", "if thread == own}", "if False}", "forked_within"),
+        ("compiled code runs what is broken", " and is_working(weight.device, state.dtype)",
+         "", "compiled_code_is_stocks"),
+        ("another name", "@functools.wraps(original)\n    def dequantize_4bit",
+         "def dequantize_4bit", "pickled"),
     ],
     (PAGE, "test_claims.py"): [
         # The comparison of all bits

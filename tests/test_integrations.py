@@ -3,7 +3,9 @@
 import copy
 import functools
 import importlib
+import inspect
 import multiprocessing
+import pickle
 import re
 import sys
 import threading
@@ -395,6 +397,34 @@ def test_a_fork_while_a_thread_holds_the_lock_can_use_contexts(integrations):
     assert bnb.functional.dequantize_4bit is STOCK
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_is_forked_within_a_context_leaves_it_itself(integrations):
+    context = integrations.in_bitsandbytes()
+
+    def leave():
+        is_ours = bnb.functional.dequantize_4bit is not STOCK
+        with integrations.in_bitsandbytes():
+            pass
+        assert is_ours and bnb.functional.dequantize_4bit is not STOCK
+        context.__exit__(None, None, None)
+        assert bnb.functional.dequantize_4bit is STOCK
+
+    child = multiprocessing.get_context("fork").Process(target=leave)
+    with context:
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+        assert bnb.functional.dequantize_4bit is not STOCK, "the child has left, its parent has not"
+
+
+def test_a_replaced_function_is_inspected_and_pickled_as_stocks(integrations):
+    with integrations.in_bitsandbytes():
+        replaced = bnb.functional.dequantize_4bit
+        assert inspect.signature(replaced) == inspect.signature(STOCK)
+        pickled = pickle.dumps(replaced)
+    assert replaced is not STOCK and pickle.loads(pickled) is STOCK
+
+
 def test_a_layer_is_traced_vmapped_and_differentiated_as_without_us(device, integrations, said):
     layer = layer_of(device, rows=32).requires_grad_(False)
     x = torch.randn(5, 3, 64, device=device, dtype=torch.bfloat16)
@@ -413,10 +443,11 @@ def test_a_layer_is_traced_vmapped_and_differentiated_as_without_us(device, inte
 
 @pytest.fixture
 def n_runs(nf4, monkeypatch):
-    """Returns how often the operator's body ran, which compiled code calls."""
+    """Returns how often the operator's body ran for layers, as compiled code calls it."""
     run = mock.Mock(wraps=nf4.run_operator)
     monkeypatch.setattr(nf4, "run_operator", run)
-    return lambda: run.call_count
+    small = (64,)  # is_working dequantizes such a weight while code is compiled
+    return lambda: sum(tuple(call.args[5]) != small for call in run.call_args_list)
 
 
 def compiled(layer):
@@ -461,6 +492,18 @@ def test_a_compiled_dequantization_can_be_refused(given, integrations, n_runs, w
         function = torch.compile(function, fullgraph=True, backend="aot_eager")
         assert_same([function(weight, state)], [STOCK(weight, state)])
     assert n_runs() == 0
+
+
+def test_a_breakage_is_said_once_and_compiled_code_is_stocks(
+    nf4, device, integrations, monkeypatch, said
+):
+    layer = layer_of(device)
+    expected = compiled(layer)()
+    monkeypatch.setattr(nf4, "run_operator", mock.Mock(side_effect=RuntimeError("no kernel image")))
+    with integrations.in_bitsandbytes():
+        assert_same(compiled(layer)(), expected)
+        assert_same(compiled(layer)(), expected)
+    assert len(said()) == 1 and "no kernel image" in said()[0]
 
 
 def test_a_compiled_layer_on_a_cpu_beside_a_gpu_is_stocks(nf4, integrations, monkeypatch, n_runs):
@@ -613,41 +656,78 @@ def test_readmes_lines_train_with_ours(
     assert unsloth.utils.fast_dequantize is unsloth.theirs
 
 
-def train_by_unsloth():
-    """Unsloth's fused MLP, forward and backward, without the context and within it."""
+def compare_unsloths_functions():
+    """Each LoRA function of Unsloth, forward and backward, as it is and within the context."""
     from unsloth.kernels import fast_lora
 
     nf4 = shared.load()
     from nf4_integrations import in_unsloth
 
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
-    mlp = training.build(sizes, "cuda").get_submodule("base_model.model.model.layers.0.mlp")
+    layer = training.build(sizes, "cuda").get_submodule("base_model.model.model.layers.0")
+    attention = layer.self_attn
+    functions = {  # {what: (the function, the weights that it dequantizes in both directions)}
+        "MLP": (lambda x: [fast_lora.apply_lora_mlp_swiglu(layer.mlp, x, inplace=False)], 6),
+        "QKV": (lambda x: fast_lora.apply_lora_qkv(attention, x, inplace=False), 6),
+        "O": (lambda x: [fast_lora.apply_lora_o(attention, x)], 2),
+    }
     x = torch.randn(2, 64, 512, device="cuda", dtype=torch.bfloat16)
-    ours = nf4.dequantize_nf4 = mock.Mock(wraps=nf4.dequantize_nf4)
 
-    def results():
-        leaves = [x.clone().requires_grad_(), *training.adapters_of(mlp)]
-        out = fast_lora.apply_lora_mlp_swiglu(mlp, leaves[0], inplace=False)
-        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+    def eager(function):
+        """Return the outputs, the gradient of x, and those of the adapters."""
+        leaves = [x.clone().requires_grad_(), *training.adapters_of(layer)]
+        outs = function(leaves[0])
+        loss = sum(out.float().square().sum() for out in outs)
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)  # other layers' adapters
+        return [each.detach() for each in (*outs, *grads) if each is not None]
 
-    expected = results()
-    assert not ours.called
-    with in_unsloth():
-        assert_same(results(), expected)
-    assert ours.call_count >= 5
-    ours.reset_mock()
-    assert_same(results(), expected)
-    assert not ours.called, "after the context"
+    def compiled(function):
+        torch._dynamo.reset()
+        return eager(torch.compile(function, fullgraph=True))
+
+    def on_a_side_stream(function):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            results = eager(function)
+        torch.cuda.synchronize()
+        return results
+
+    def in_a_cuda_graph(function):
+        for _ in range(3):  # what is compiled or planned, is so before
+            on_a_side_stream(function)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = eager(function)
+        for each in results:
+            each.zero_()
+        graph.replay()
+        return results
+
+    for how in (eager, compiled, on_a_side_stream, in_a_cuda_graph):
+        # A counter in what is compiled would break its graph: there the operator's body is counted.
+        name = "run_operator" if how is compiled else "dequantize_nf4"
+        for what, (function, n_weights) in functions.items():
+            print(what, how.__name__)  # the last one printed is the one that failed
+            with mock.patch.object(nf4, name, wraps=getattr(nf4, name)) as ours:
+                expected = how(function)
+                assert not ours.called
+                with in_unsloth():
+                    assert_same(how(function), expected)
+                assert ours.call_count >= n_weights, f"ours ran {ours.call_count} times"
+                ours.reset_mock()
+                assert_same(how(function), expected)
+                assert not ours.called, "after the context"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs unsloth")
-def test_training_by_unsloth_keeps_its_bits(tmp_path):
+def test_unsloths_lora_functions_keep_their_bits(tmp_path):
     """In a process of its own: Unsloth changes transformers and peft when it is imported."""
-    command = "import unsloth, test_integrations; test_integrations.train_by_unsloth()"
+    command = "import unsloth, test_integrations as tests; tests.compare_unsloths_functions()"
     environment = {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_COMPILE_LOCATION": str(tmp_path)}
     done = helpers.in_a_process(command, **environment)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-200:] + done.stderr[-4000:]
 
 
 def test_the_error_for_a_weight_back_from_a_cpu_says_what_mends_it(nf4, device):
