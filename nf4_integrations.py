@@ -31,6 +31,8 @@ def in_bitsandbytes():
 
     All threads see the context, until the last such context ends. A compiled function asks at each
     call whether one is open; its backward pass then does what its forward pass was compiled for.
+    A program that is exported or traced in the context calls bitsandbytes' functions; a CUDA graph
+    that is captured there keeps our kernel.
     """
     return BITSANDBYTES.context()
 
@@ -120,9 +122,15 @@ def dequantize(weight, state):
     """Return nf4_triton's output, or None where the original function has to do the work."""
     if getattr(state, "quant_type", None) != "nf4":
         return None
-    if torch.compiler.is_compiling():  # compiled code cannot catch a refusal or a breakage
-        if is_accepted(weight, state) and is_working(weight.device, state.dtype):
-            return nf4_triton.dequantize_nf4(weight, state)
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return None  # what they make runs outside the context, too
+    if torch.compiler.is_dynamo_compiling():  # compiled code cannot catch a refusal or a breakage
+        if not is_accepted(weight, state):
+            return None
+        for blocksize in nf4_triton.BLOCKSIZES:  # a constant; the state's may be symbolic
+            if blocksize == state.blocksize:
+                if is_working(weight.device, state.dtype, blocksize, state.nested):
+                    return nf4_triton.dequantize_nf4(weight, state)
         return None
     if BROKEN:
         return None
@@ -135,29 +143,33 @@ def dequantize(weight, state):
     except Exception as error:
         with contextlib.suppress(Exception):  # fields that is_accepted cannot ask
             if is_accepted(weight, state):
-                give_up(error)
+                # What interrupted us, a caller's time limit for example, need not last.
+                if is_working(weight.device, state.dtype, state.blocksize, state.nested):
+                    log_once("nf4_triton failed, and will be tried again: %s", repr(error))
         return None
 
 
-def give_up(error):
-    """Leave the work to the original functions until the process ends, and log the error once."""
-    global BROKEN
-    BROKEN = True
-    log_once("nf4_triton failed, and is not used again in this process: %s", repr(error))
-
-
 @torch.compiler.assume_constant_result  # a compiler calls it, and keeps what it returns
-def is_working(device, dtype):
-    """Tell whether nf4_triton dequantizes a small weight on this device without a failure."""
+def is_working(device, dtype, blocksize, nested):
+    """Tell whether nf4_triton can dequantize a small weight of this kind.
+
+    Where it fails, the original functions do the work until the process ends, and the log says so.
+    """
+    global BROKEN
     if BROKEN:
         return False
     try:
         ones = torch.ones(64, device=device, dtype=dtype)
-        nf4_triton.dequantize_nf4(*bnb.quantize_4bit(ones, quant_type="nf4"))
+        small = bnb.quantize_4bit(ones, None, None, blocksize, nested, "nf4")
+    except Exception:  # bitsandbytes makes no such weight, so nothing was tried
+        return False
+    try:
+        nf4_triton.dequantize_nf4(*small)
     except torch.OutOfMemoryError:
         return False
     except Exception as error:
-        give_up(error)
+        BROKEN = True
+        log_once("nf4_triton failed, and is not used again in this process: %s", repr(error))
         return False
     return True
 
@@ -180,7 +192,7 @@ def is_accepted(weight, state):
     n_blocks = (n_weights + state.blocksize - 1) // state.blocksize
     if state.nested:
         state2 = state.state2
-        if state2.dtype != torch.float32:
+        if state2.dtype != torch.float32 or state2.blocksize not in nf4_triton.BLOCKSIZES:
             return False
         n_blocks2 = (n_blocks + state2.blocksize - 1) // state2.blocksize
         tables = [(state.absmax, torch.uint8, n_blocks), (state.offset, torch.float32, 1)]
@@ -190,7 +202,7 @@ def is_accepted(weight, state):
     for table, dtype, size in tables:
         if not isinstance(table, torch.Tensor) or table.device != weight.device:
             return False
-        if table.dtype != dtype or table.numel() != size:
+        if table.dtype != dtype or table.numel() != size or not table.is_contiguous():
             return False
     return True
 
@@ -199,12 +211,14 @@ def make_dequantize_4bit(original):
     """Return a stand-in for bitsandbytes.functional.dequantize_4bit."""
 
     @functools.wraps(original)
-    def dequantize_4bit(A, quant_state=None, absmax=None, out=None, *rest, **options):
+    def dequantize_4bit(
+        A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"
+    ):  # code that another thread compiles meanwhile is guarded by these very defaults
         if BITSANDBYTES.is_open and out is None:
             weight = dequantize(A, quant_state)
             if weight is not None:
                 return weight
-        return original(A, quant_state, absmax, out, *rest, **options)
+        return original(A, quant_state, absmax, out, blocksize, quant_type)
 
     return dequantize_4bit
 
@@ -240,12 +254,12 @@ def make_fast_dequantize(original):
     """Return a stand-in for unsloth.kernels.utils.fast_dequantize."""
 
     @functools.wraps(original)
-    def fast_dequantize(W, quant_state=None, out=None, *rest, **options):
+    def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
         if UNSLOTH.is_open and out is None:
             weight = dequantize(W, quant_state)
             if weight is not None:
                 return weight
-        return original(W, quant_state, out, *rest, **options)
+        return original(W, quant_state, out, use_global_buffer, dtype)
 
     return fast_dequantize
 

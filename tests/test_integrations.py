@@ -169,6 +169,10 @@ REFUSED = {  # {what ours refuses, and bitsandbytes dequantizes: how a state get
     "an offset in fp16": lambda state: setattr(state, "offset", state.offset.half()),
     "a number as offset": lambda state: setattr(state, "offset", 0.5),
     "absmax too long": lambda state: setattr(state, "absmax", state.absmax.repeat(2)[:301]),
+    "absmax with gaps": lambda state: setattr(state, "absmax", state.absmax.repeat(2)[::2]),
+    "state2 in blocks of 16": lambda state: vars(state.state2).update(
+        blocksize=16, absmax=state.state2.absmax.repeat_interleave(16)[: 300 // 16 + 1]
+    ),
 }
 
 
@@ -188,32 +192,46 @@ def test_what_ours_refuses_goes_to_stock_in_silence(given, integrations, monkeyp
     with integrations.in_bitsandbytes():
         for each, filled in cases:
             assert bnb.functional.dequantize_4bit(weight, each, None, filled) == "theirs"
-            theirs.assert_called_with(weight, each, None, filled)
+            theirs.assert_called_with(weight, each, None, filled, None, "fp4")
         kept = bnb.functional.dequantize_4bit(weight, state)
     assert_same([kept], [STOCK(weight, state)])
     assert theirs.call_count == len(cases) and said() == []
 
 
-FAILURES = {  # {what fails: (the error, whether it is tried once only and logged)}
-    "no C compiler": (FileNotFoundError("/nonexistent"), True),
-    "an unsupported GPU": (RuntimeError("no kernel image"), True),
-    "a refusal by its type": (TypeError("expected a QuantState"), False),
-    "a refusal by its value": (ValueError("expected uint8"), False),
-    "no memory at this moment": (torch.OutOfMemoryError("out of memory"), False),
+FAILURES = {  # {what fails: (the error, whether it is tried again in silence)}
+    "no C compiler": (FileNotFoundError("/nonexistent"), False),
+    "an unsupported GPU": (RuntimeError("no kernel image"), False),
+    "a refusal by its type": (TypeError("expected a QuantState"), True),
+    "a refusal by its value": (ValueError("expected uint8"), True),
+    "no memory at this moment": (torch.OutOfMemoryError("out of memory"), True),
 }
 
 
 @pytest.mark.parametrize("what", FAILURES)
 def test_a_breakage_is_said_once_and_not_retried(nf4, given, integrations, monkeypatch, said, what):
-    error, is_breakage = FAILURES[what]
+    error, is_silent = FAILURES[what]
     ours = mock.Mock(side_effect=error)
     monkeypatch.setattr(nf4, "dequantize_nf4", ours)
     for _ in range(2):  # steps
         with integrations.in_bitsandbytes():
             outs = [bnb.functional.dequantize_4bit(*given) for _ in range(3)]  # layers
         assert_same(outs, [STOCK(*given)] * 3)
-    assert ours.call_count == (1 if is_breakage else 6)
-    assert [repr(error) in line for line in said()] == ([True] if is_breakage else [])
+    assert ours.call_count == (6 if is_silent else 2), "a breakage is confirmed once"
+    assert [repr(error) in line for line in said()] == ([] if is_silent else [True])
+
+
+def test_a_failure_that_does_not_last_is_said_and_ours_is_used_again(
+    nf4, given, integrations, ours, monkeypatch, said
+):
+    """A handler of signals may raise a caller's error while our code runs."""
+    works = nf4.dequantize_nf4
+    fails_once = mock.Mock(wraps=works, side_effect=[TimeoutError("at 30 s"), *[mock.DEFAULT] * 2])
+    monkeypatch.setattr(nf4, "dequantize_nf4", fails_once)
+    with integrations.in_bitsandbytes():
+        outs = [bnb.functional.dequantize_4bit(*given) for _ in range(2)]
+    assert_same(outs, [STOCK(*given)] * 2)
+    assert ours.call_count == 2, "the confirmation and the second weight"
+    assert len(said()) == 1 and "at 30 s" in said()[0]
 
 
 def with_another_default(
@@ -494,16 +512,84 @@ def test_a_compiled_dequantization_can_be_refused(given, integrations, n_runs, w
     assert n_runs() == 0
 
 
+@pytest.mark.parametrize("what", ["more than 256 blocks", "plain absmax"])
 def test_a_breakage_is_said_once_and_compiled_code_is_stocks(
-    nf4, device, integrations, monkeypatch, said
+    nf4, device, integrations, monkeypatch, said, what
 ):
-    layer = layer_of(device)
-    expected = compiled(layer)()
-    monkeypatch.setattr(nf4, "run_operator", mock.Mock(side_effect=RuntimeError("no kernel image")))
+    """Also where only the kernel for such a layer fails."""
+    layer = layer_of(device, **LAYERS[what])
+    expected, run_operator = compiled(layer)(), nf4.run_operator
+
+    def fail_for_such_a_layer(*given):
+        if (given[2] is not None) == layer.weight.quant_state.nested:
+            raise RuntimeError("no kernel image")
+        return run_operator(*given)
+
+    monkeypatch.setattr(nf4, "run_operator", fail_for_such_a_layer)
     with integrations.in_bitsandbytes():
         assert_same(compiled(layer)(), expected)
         assert_same(compiled(layer)(), expected)
     assert len(said()) == 1 and "no kernel image" in said()[0]
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["sizes may become symbolic", "symbolic"])
+def test_one_compiled_function_takes_weights_of_several_kinds(
+    nf4, device, integrations, n_runs, dynamic
+):
+    torch._dynamo.reset()
+    with integrations.in_bitsandbytes():
+        function = bnb.functional.dequantize_4bit
+        function = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        for shape, blocksize in [((300, 64), 64), ((256, 128), 128), ((64, 256), 256)]:
+            given = nf4.quantized(shape, torch.float16, device, blocksize=blocksize)
+            assert_same([function(*given)], [STOCK(*given)])
+    assert n_runs() == 3
+
+
+def test_another_thread_may_enter_while_code_is_compiled(given, integrations):
+    """What is compiled outside every context calls bitsandbytes' function, and is guarded by it."""
+    is_compiling, has_entered, is_done = (threading.Event() for _ in range(3))
+
+    def compile_slowly(graph, inputs):
+        is_compiling.set()
+        assert has_entered.wait(60)
+        return graph.forward
+
+    def enter():
+        is_compiling.wait(60)
+        with integrations.in_bitsandbytes():
+            has_entered.set()
+            is_done.wait(60)
+
+    torch._dynamo.reset()
+    function = torch.compile(
+        lambda *given: bnb.functional.dequantize_4bit(*given), backend=compile_slowly
+    )
+    with futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(enter)
+        out = function(*given)
+        is_done.set()
+    assert_same([out], [STOCK(*given)])
+
+
+OUTLIVING = {  # {what outlives the context: how it is made of a module without inputs}
+    "exported": lambda module: torch.export.export(module, (), strict=False).module(),
+    "exported strictly": lambda module: torch.export.export(module, (), strict=True).module(),
+    "traced": lambda module: torch.jit.trace(module, ()),
+}
+
+
+@pytest.mark.parametrize("how", OUTLIVING)
+def test_what_outlives_the_context_runs_nothing_of_ours(given, integrations, n_runs, how):
+    class Module(torch.nn.Module):
+        def forward(self):
+            return bnb.functional.dequantize_4bit(*given)
+
+    with integrations.in_bitsandbytes():
+        made = OUTLIVING[how](Module())
+    n_inside = n_runs()  # jit.trace runs what it traced once more
+    assert_same([made()], [STOCK(*given)])
+    assert n_runs() == n_inside
 
 
 def test_a_compiled_layer_on_a_cpu_beside_a_gpu_is_stocks(nf4, integrations, monkeypatch, n_runs):
@@ -570,8 +656,8 @@ def unsloth(monkeypatch):
     """Stands in for Unsloth's modules, and for two that have another right to the name."""
     called = mock.Mock(return_value="theirs")
 
-    def theirs(W, quant_state=None, out=None, use_global_buffer=False):
-        return called(W, quant_state, out, use_global_buffer=use_global_buffer)
+    def theirs(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
+        return called(W, quant_state, out, use_global_buffer, dtype)
 
     def module(name, function):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -618,9 +704,9 @@ def test_what_ours_refuses_stays_unsloths_in_silence(given, integrations, unslot
     states = [None, fp4, int4, [state.absmax], state.absmax, refused(state, "state2 in fp16")]
     with integrations.in_unsloth():
         for each, filled in [*((each, None) for each in states), (state, out)]:
-            found = unsloth.utils.fast_dequantize(weight, each, out=filled, use_global_buffer=True)
+            found = unsloth.utils.fast_dequantize(weight, each, filled, True, dtype=torch.half)
             assert found == "theirs"
-            unsloth.called.assert_called_with(weight, each, filled, use_global_buffer=True)
+            unsloth.called.assert_called_with(weight, each, filled, True, torch.half)
     assert said() == []
 
 
