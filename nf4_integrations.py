@@ -122,8 +122,6 @@ def dequantize(weight, state):
     """Return nf4_triton's output, or None where the original function has to do the work."""
     if getattr(state, "quant_type", None) != "nf4":
         return None
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return None  # what they make runs outside the context, too
     if torch.compiler.is_dynamo_compiling():  # compiled code cannot catch a refusal or a breakage
         if not is_accepted(weight, state):
             return None
@@ -132,6 +130,8 @@ def dequantize(weight, state):
                 if is_working(weight.device, state.dtype, blocksize, state.nested):
                     return nf4_triton.dequantize_nf4(weight, state)
         return None
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return None  # what they make runs outside the context, too
     if BROKEN:
         return None
     try:
@@ -156,6 +156,8 @@ def is_working(device, dtype, blocksize, nested):
     Where it fails, the original functions do the work until the process ends, and the log says so.
     """
     global BROKEN
+    if torch.compiler.is_exporting():  # a compiler of torch 2.11 would answer this with True
+        return False
     if BROKEN:
         return False
     try:

@@ -121,6 +121,8 @@ ROWS = {
          "", "compiled_dequantization"),
         ("what is exported is ours", "if torch.compiler.is_exporting() or torch.jit.is_tracing():",
          "if False:", "outlives"),
+        ("what is exported strictly is ours", "if torch.compiler.is_exporting():  # a",
+         "if False:  # a", "outlives"),
         ("another name", "@functools.wraps(original)\n    def dequantize_4bit",
          "def dequantize_4bit", "pickled"),
     ],
