@@ -31,8 +31,8 @@ def in_bitsandbytes():
 
     All threads see the context, until the last such context ends. A compiled function asks at each
     call whether one is open; its backward pass then does what its forward pass was compiled for.
-    A program that is exported or traced in the context calls bitsandbytes' functions; a CUDA graph
-    that is captured there keeps our kernel.
+    A program that is exported or traced in the context calls bitsandbytes' functions (if exported
+    with strict=True, from torch 2.11 on); a CUDA graph that is captured there keeps our kernel.
     """
     return BITSANDBYTES.context()
 

@@ -585,6 +585,8 @@ def test_what_outlives_the_context_runs_nothing_of_ours(given, integrations, n_r
         def forward(self):
             return bnb.functional.dequantize_4bit(*given)
 
+    if how == "exported strictly" and torch.__version__ < (2, 11):
+        pytest.skip("a strict export of this torch does not say that it exports")
     with integrations.in_bitsandbytes():
         made = OUTLIVING[how](Module())
     n_inside = n_runs()  # jit.trace runs what it traced once more
