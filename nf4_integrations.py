@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import os
 import sys
 import threading
@@ -19,7 +20,7 @@ ORIGINALS = weakref.WeakKeyDictionary()  # {our stand-in: the function that it s
 BROKEN = False  # whether nf4_triton failed in this process
 OPS = "bitsandbytes.backends.cuda.ops"
 PRODUCT = "_dequant_linear_fallback"  # bitsandbytes 0.50 multiplies by a dequantized weight there
-log_once = functools.cache(LOG.warning)
+log_once = functools.lru_cache(maxsize=256)(LOG.warning)
 
 
 def in_bitsandbytes():
@@ -130,10 +131,8 @@ def dequantize(weight, state):
                 if is_working(weight.device, state.dtype, blocksize, state.nested):
                     return nf4_triton.dequantize_nf4(weight, state)
         return None
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return None  # what they make runs outside the context, too
-    if BROKEN:
-        return None
+    if BROKEN or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return None  # what is exported or traced runs outside the context, too
     try:
         return nf4_triton.dequantize_nf4(weight, state)
     except (TypeError, ValueError):  # a refusal
@@ -156,9 +155,7 @@ def is_working(device, dtype, blocksize, nested):
     Where it fails, the original functions do the work until the process ends, and the log says so.
     """
     global BROKEN
-    if torch.compiler.is_exporting():  # a compiler of torch 2.11 would answer this with True
-        return False
-    if BROKEN:
+    if BROKEN or torch.compiler.is_exporting():  # which torch 2.11 always affirms in traced code
         return False
     try:
         ones = torch.ones(64, device=device, dtype=dtype)
@@ -177,31 +174,31 @@ def is_working(device, dtype, blocksize, nested):
 
 
 def is_accepted(weight, state):
-    """Tell whether nf4_triton accepts a weight, by questions that torch.compile can trace."""
-    if getattr(state, "packing_format_for_cpu", False):
+    """Tell whether nf4_triton accepts a weight.
+
+    Its `unpack` says so of the fields. Its `check` cannot be asked: torch.compile does not trace a
+    question for a tensor's layout in a backward pass.
+    """
+    try:
+        (weight, absmax, *others), kind = nf4_triton.unpack(weight, state)
+    except (TypeError, ValueError):
         return False
-    if state.nested != (state.state2 is not None):
-        return False
-    if state.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    shape, _, blocksize, blocksize2 = kind
+    if blocksize2 not in (0, *nf4_triton.BLOCKSIZES):
         return False
     if not (nf4_triton.INTERPRETED.value or (weight.is_cuda and torch.version.cuda)):
         return False
-    n_weights = 1
-    for size in state.shape:
-        n_weights *= size
-    if weight.numel() * weight.element_size() != (n_weights + 1) // 2:
+    n_weights = math.prod(shape)
+    if weight.numel() * weight.element_size() != nf4_triton.cdiv(n_weights, 2):
         return False
-    n_blocks = (n_weights + state.blocksize - 1) // state.blocksize
-    if state.nested:
-        state2 = state.state2
-        if state2.dtype != torch.float32 or state2.blocksize not in nf4_triton.BLOCKSIZES:
-            return False
-        n_blocks2 = (n_blocks + state2.blocksize - 1) // state2.blocksize
-        tables = [(state.absmax, torch.uint8, n_blocks), (state.offset, torch.float32, 1)]
-        tables += [(state2.absmax, torch.float32, n_blocks2), (state2.code, torch.float32, 256)]
+    n_blocks = nf4_triton.cdiv(n_weights, blocksize)
+    if blocksize2 == 0:
+        rows = [(absmax, torch.float32, n_blocks)]
     else:
-        tables = [(state.absmax, torch.float32, n_blocks)]
-    for table, dtype, size in tables:
+        sizes = 1, nf4_triton.cdiv(n_blocks, blocksize2), 256
+        rows = [(absmax, torch.uint8, n_blocks)]
+        rows += [(table, torch.float32, size) for table, size in zip(others, sizes)]
+    for table, dtype, size in rows:
         if not isinstance(table, torch.Tensor) or table.device != weight.device:
             return False
         if table.dtype != dtype or table.numel() != size or not table.is_contiguous():

@@ -24,7 +24,7 @@ HOW_TO_READ = (
     "challenge's timed loop. *mix* is the challenge's own choice of dtypes: one shape in fp16 and "
     "two in bf16. The second row is what our rewrite of the challenge's test gave, from two runs "
     "of each function. All other rows are from a race in which the functions take turns, so that a "
-    "drift of the host's speed meets them all (section 6). Sections are those of the notebook."
+    "drift of the host's speed meets them all (section 6)."
 )
 ESTIMATED = {
     "Unsloth": "today's Unsloth",
@@ -104,26 +104,24 @@ def counted(names):
 def record_block(runs):
     """Return the first screen's text, for the latest of the runs."""
     run = runs[-1]
-    of_run, of_all = speedups(run), list(map(speedups, runs))
+    of_all = list(map(speedups, runs))
     rows = []
     for contender, label in ROWS.items():
-        if contender not in of_run:
+        if contender not in of_all[-1]:
             continue
-        row = {"speedup over": label.format(**run["versions"])}
-        row |= {dtype: f"{of_run[contender][dtype]:.2f}" for dtype in DTYPES}
-        if len(runs) > 1:
-            mix = [each[contender]["mix"] for each in of_all if contender in each]
-            row[f"mix, range of {len(runs)} runs"] = from_to(mix)
-        rows.append(row)
-    in_the_test = list(map(speedups_in_the_test, runs))
-    row = {"speedup over": IN_THE_TEST}
-    row |= {dtype: f"{in_the_test[-1][dtype]:.2f}" for dtype in DTYPES}
-    if len(runs) > 1:
-        mix = [each["mix"] for each in in_the_test]
-        row[f"mix, range of {len(runs)} runs"] = from_to(mix)
-    rows.insert(1, row)
+        over = [each[contender] for each in of_all if contender in each]
+        rows.append(record_row(label.format(**run["versions"]), over, len(runs)))
+    rows.insert(1, record_row(IN_THE_TEST, list(map(speedups_in_the_test, runs)), len(runs)))
     items = [origin(runs), correctness(run), where_from(run), on_a_t4(runs)]
     return "\n\n".join([markdown(rows), HOW_TO_READ, "\n".join(f"* {item}" for item in items)])
+
+
+def record_row(label, over, n_runs):
+    """Return a row of the first table, for {dtype: speedup} of each run, the latest last."""
+    row = {"speedup over": label} | {dtype: f"{over[-1][dtype]:.2f}" for dtype in DTYPES}
+    if n_runs > 1:
+        row[f"mix, range of {n_runs} runs"] = from_to([each["mix"] for each in over])
+    return row
 
 
 def origin(runs):
