@@ -8,6 +8,7 @@ import torch
 GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
+    torch.set_num_threads(1)  # the tests' tensors are small, and several processes run
 
 import helpers  # noqa: E402
 import pytest  # noqa: E402
@@ -28,22 +29,47 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_deselected(items):
+    """Note that a tally would be of a part of the tests; faults are left out of it on purpose."""
+    for item in items:
+        if "faults" not in item.keywords:
+            item.config.is_a_part = True
+
+
+def pytest_collection_finish(session):
+    config = session.config
+    if config.getoption("--tally"):
+        files = {item.path.name for item in session.items} | {"test_faults.py"}
+        all_files = {path.name for path in Path(__file__).parent.glob("test_*.py")}
+        if files != all_files or getattr(config, "is_a_part", False):
+            raise pytest.UsageError("the tally must be of all tests: run pytest tests --tally FILE")
+
+
+def tally(stats):
+    """Return {passed, failed, skipped} of {outcome: reports}; an error is a failure."""
+    counts = {name: len(reports) for name, reports in stats.items()}
+    failed = counts.get("failed", 0) + counts.get("error", 0)
+    return {
+        "passed": counts.get("passed", 0),
+        "failed": failed,
+        "skipped": counts.get("skipped", 0),
+    }
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
     path = config.getoption("--tally")
-    if path:
-        stats = {name: len(found) for name, found in terminalreporter.stats.items()}
-        data = {"gpus": torch.cuda.device_count(), "passed": stats.get("passed", 0)}
-        data["failed"] = stats.get("failed", 0) + stats.get("error", 0)
-        data["skipped"] = stats.get("skipped", 0)
+    if path and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        data = {"GPUs": torch.cuda.device_count()} | tally(terminalreporter.stats)
         gpu = torch.cuda.get_device_name() if GPU else None
-        shared.write(path, shared.entry("tests", data, gpu))
+        shared.write(path, shared.measurement("tests", data, gpu))
 
 
 @pytest.fixture(scope="session")
 def nf4():
     """The notebook's definitions. On a CPU, too, they run the assembly, which is emulated."""
     nf4 = shared.load()
-    nf4.HAS_SHUFFLES = True
+    if not GPU:
+        helpers.let_the_interpreter_run_assembly(nf4)
     return nf4
 
 
@@ -54,15 +80,22 @@ def alone(nf4, caplog):
     yield
     nf4.PLANS.clear()
     nf4.TRIALS.clear()
-    nf4.warn_once.cache_clear()
-    nf4.private.cache_clear()
     said = [each.getMessage() for each in caplog.get_records("call") if each.name == "nf4_triton"]
     assert not said
 
 
 @pytest.fixture
 def planned(nf4, device, monkeypatch):
-    """The notebook's definitions, with plans by stand-ins on a CPU; counts what calls ran."""
+    """The notebook's definitions, with plans by stand-ins on a CPU; sees what did the work."""
+    return helpers.Planned(nf4, device, monkeypatch)
+
+
+@pytest.fixture
+def copied(device, monkeypatch):
+    """A copy of the notebook's definitions, whose cells may be edited, like `planned`."""
+    nf4 = shared.load("nf4_edited")
+    if not GPU:
+        helpers.let_the_interpreter_run_assembly(nf4)
     return helpers.Planned(nf4, device, monkeypatch)
 
 

@@ -1,8 +1,10 @@
 """Share among the tests how bits are compared, odd tensors, and the stand-ins for a GPU."""
 
 import contextlib
+import copy
 import ctypes
 import functools
+import inspect
 import os
 import re
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import types
 import weakref
 from concurrent import futures
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,20 +20,14 @@ import shared
 import torch
 from bitsandbytes.functional import dequantize_4bit
 
+GPU = torch.cuda.is_available()
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 NAMES = ["fp16", "bf16", "fp32"]  # readable ids
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
-DOUBLED = """
-@triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
-    return (x + x).to(DTYPE)
-
-
-"""  # an edit of the kernel's helper, after which all weights are doubled
 
 
 def expected(weight, state):
-    """Return bitsandbytes' own result, or the formula's where bitsandbytes errs on a CPU."""
+    """Return bitsandbytes' own result; on a CPU, where it errs for some, the page's formula."""
     *rest, columns = state.shape
     if weight.is_cuda or (rest and columns % state.blocksize == 0 and weight.is_contiguous()):
         return dequantize_4bit(weight.data.view(torch.uint8), state)
@@ -38,9 +35,19 @@ def expected(weight, state):
 
 
 def formula(weight, state):
-    """Return the weights by the notebook's `spec`; those of a [1, n] weight are transposed."""
+    """Return the weights by the page's `spec`; those of a [1, n] weight are transposed."""
+    state = copy.copy(state)
+    if state.nested:  # a GPU cannot read a float at an odd address
+        state.offset, state.state2 = readable(state.offset), copy.copy(state.state2)
+        state.state2.absmax = readable(state.state2.absmax)
+        state.state2.code = readable(state.state2.code)
     out = sys.modules["nf4_triton"].spec(weight, state)
-    return out.t() if weight.shape[0] == 1 and out.dim() == 2 else out
+    return out.t() if weight.shape[:1] == (1,) and out.dim() == 2 else out
+
+
+def readable(table):
+    is_odd = table.is_contiguous() and table.data_ptr() % table.itemsize
+    return table.cpu().to(table.device) if is_odd else table
 
 
 def assert_same_bits(out, wanted, weight, state):
@@ -85,14 +92,14 @@ def one_byte_on(table):
     return shifted.view(table.dtype).view(table.shape)
 
 
-def every_second(weight):
-    """Return the same weight as every second byte of a buffer."""
-    return torch.cat((weight, weight), dim=1)[:, :1]
+def every_second(tensor):
+    """Return the same tensor as every second element of a buffer."""
+    return torch.stack((tensor, tensor), -1)[..., 0]
 
 
-def resized(tensor, n_bytes):
-    """Leave the tensor n_bytes of memory; with 0 it is as FSDP leaves what it frees."""
-    tensor.untyped_storage().resize_(n_bytes)
+def freed(tensor):
+    """Free the tensor's memory, as FSDP does."""
+    tensor.untyped_storage().resize_(0)
     return tensor
 
 
@@ -110,23 +117,18 @@ def in_a_process(script, **environment):
     return subprocess.run([sys.executable, "-c", script], **how)
 
 
-def kernel_after(nf4, edit):
-    """Return the kernel as it is after this source and the kernel's cell were run again."""
-    names = dict(vars(nf4))  # a copy: other tests use the module, too
-    shared.execute(edit + shared.defining("_dequantize_nf4_kernel"), "edited", names)
-    return names["_dequantize_nf4_kernel"]
-
-
-# Stand-ins for a GPU. On a machine without one, Triton's interpreter runs the kernel, and three
-# things take the place of hardware. On a GPU none of them is used, and the same tests run on the
-# real things; the tests named here would fail there if a stand-in promised too much.
+# Stand-ins for a GPU. On a machine without one, Triton's interpreter runs the kernel, and these
+# take the place of hardware. On a GPU none of them is used, and the same tests run on the real
+# things; the tests named here would fail there if a stand-in promised too much.
 #
-#   emulate_assembly  the kernel's two instructions      test_kernel: ..._has_bitsandbytes_bits
-#   Compiled          what Triton compiles of a kernel   test_call: test_each_compiled_kernel_is_...
-#   plan_on_cpu       torch's launcher and allocator     test_call: test_a_change_is_seen
-#                     the current stream                 test_call: test_the_current_stream_is_used
-#                     the current GPU                    test_call: test_another_gpu_may_be_current
-#                     whether a graph is captured        test_call: test_a_graph_is_captured_...
+#   emulate_assembly  the kernel's two instructions    test_kernel: ..._has_bitsandbytes_bits
+#   Compiled          what Triton compiles, and its    test_call: test_each_kernel_is_tried_once
+#                     own launcher                     test_call: test_what_fails_...
+#   PlansOnCPU        torch's launcher and allocator   test_call: test_a_change_is_seen
+#                     the current stream               test_call: test_the_current_stream_is_used
+#                     the current GPU                  test_call: test_another_gpu_may_be_current
+#                     by_bitsandbytes, by the page's   test_kernel: ..._has_bitsandbytes_bits
+#                     formula
 
 
 def emulate_assembly():
@@ -165,105 +167,195 @@ def shuffle(values, lanes, segments):
     return np.take_along_axis(values, row - lane + source, axis=0)
 
 
+def let_the_interpreter_run_assembly(nf4):
+    """Let the kernel take its way with assembly; its product keeps subnormals, as on a CPU."""
+    nf4.HAS_ASSEMBLY = nf4.tl.constexpr(True)
+    nf4.libdevice = types.SimpleNamespace(mul_rn=lambda a, b: a * b)
+
+
 class Compiled:
-    """Stand for what Triton compiles of a kernel. Called with addresses, it rebuilds tensors."""
+    """Stands for what Triton compiles of a kernel, and for the ways to launch that."""
 
     metadata = types.SimpleNamespace(num_warps=4, num_ctas=1, shared=0, launch_pdl=False)
     metadata.launch_cooperative_grid = False
     metadata.global_scratch_size = metadata.profile_scratch_size = 0
 
-    def __init__(self, kernel, dtypes, *constants):
+    def __init__(self, kernel, dtypes, constants):
         self.kernel, self.dtypes, self.constants = kernel, dtypes, constants
         self.function = weakref.proxy(self)  # it lasts as long as this
         signature = ["constexpr" if dtype is None else "*" for dtype in dtypes]
-        signature += ["i32"] + ["constexpr"] * len(constants)
+        signature += ["i64"] + ["constexpr"] * len(constants)
         self.src = types.SimpleNamespace(signature=dict(enumerate(signature)))
 
     def __getitem__(self, grid):
-        """Launch as Triton's own launcher does, with tensors."""
-        return lambda *given: self.kernel[grid](*given)
+        """Return what launches as Triton's own launcher does."""
 
-    def __call__(self, programs, values):
-        *addresses, n_weights, scratch, profile_scratch = values
-        assert scratch is None and profile_scratch is None and all(addresses), "freed memory"
-        found = [None] * 6
-        for i, address in enumerate(addresses):  # the interpreter asks for no tensor's length
-            memory = ctypes.c_int64.from_address(address)
-            found[i] = torch.frombuffer(memory, dtype=self.dtypes[i], count=1)
-        self.kernel[(programs,)](*found, n_weights, *self.constants)
+        def start(*given, stream):
+            *addresses, n_weights, _, _, _ = given
+            assert given[7:] == self.constants and len(addresses) == 6
+            assert stream == CURRENT.stream and CURRENT.device is None
+            self.run(grid, [each for each in addresses if each is not None], n_weights)
 
+        return start
 
-def plan_on_cpu(nf4, monkeypatch):
-    """Let plans be made as on a GPU. Return the current device and stream, which can be set."""
-    world = types.SimpleNamespace(device=None, stream=0)  # a CPU's index is None
-    launch, compiled = nf4.launch, {}
-
-    def launch_and_compile(out, tensors, kind, shuffle=True):
-        launch(out, tensors, kind, shuffle)
-        dtypes = [getattr(table, "dtype", None) for table in tensors[1:]]
-        dtypes = (out.dtype, torch.uint8, *dtypes)
-        key = (nf4._dequantize_nf4_kernel, dtypes, *kind[2:], nf4.WORDS, shuffle)
-        if key not in compiled:
-            compiled[key] = Compiled(*key)
-        return compiled[key]
-
-    def launch_kernel(function, x, y, z, num_warps, shared_bytes, types_given, values, stream):
-        assert (y, z, num_warps, shared_bytes) == (1, 1, 4, 0)
-        assert stream == world.stream and world.device is None, "another GPU is current"
-        assert types_given == "O" * (len(values) - 3) + "iOO"
-        # In another thread: modes and transforms are thread-local; they see no real launch, either.
+    def run(self, grid, addresses, n_weights):
+        """Run the kernel in another thread: modes are thread-local, and see no real launch."""
         with futures.ThreadPoolExecutor(1) as pool:
-            pool.submit(function, x, values).result()
+            pool.submit(self.run_here, grid, addresses, n_weights).result()
 
-    def exchange(index):
-        before, world.device = world.device, index
+    def run_here(self, grid, addresses, n_weights):
+        """Run the kernel on the memory at these addresses, and round to bf16 as a GPU does."""
+        assert all(addresses), "freed memory"
+        found = []
+        for i, address in enumerate(addresses):
+            count = n_weights if i == 0 else 1  # the interpreter asks for no tensor's length
+            memory = (ctypes.c_char * (count * self.dtypes[i].itemsize)).from_address(address)
+            found.append(torch.frombuffer(memory, dtype=self.dtypes[i], count=count))
+        # The interpreter cuts bits off in place of rounding to bf16, and errs for its subnormals.
+        out, *inputs = [each.float() if each.dtype == torch.bfloat16 else each for each in found]
+        absent = [None] * (5 - len(inputs))
+        self.kernel[grid](out, *inputs, *absent, n_weights, *self.constants)
+        found[0].copy_(out)
+
+
+CURRENT = types.SimpleNamespace(device=None, stream=0)  # the GPU and the stream; a CPU's is None
+
+
+class PlansOnCPU:
+    """Lets a module make plans as on a GPU. The current GPU and stream can be set in CURRENT."""
+
+    def __init__(self, nf4, monkeypatch):
+        CURRENT.device, CURRENT.stream = None, 0
+        self.nf4, self.compiled = nf4, {}
+        patch = functools.partial(monkeypatch.setattr, raising=False)
+        guards = torch._C._dynamo.guards
+        patch(nf4, "HAS_PRIVATE", True)
+        patch(nf4, "INTERPRETED", False)
+        patch(nf4, "suits_kernel", self.as_interpreted(inspect.unwrap(nf4.suits_kernel)))
+        patch(nf4, "by_bitsandbytes", by_formula)
+        patch(nf4, "launch", self.launch_and_compile(inspect.unwrap(nf4.launch)))
+        patch(nf4, "DisableTorchFunction", torch._C.DisableTorchFunction)
+        patch(nf4, "_len_torch_dispatch_stack", torch._C._len_torch_dispatch_stack)
+        patch(nf4, "TensorGuards", guards.TensorGuards)
+        patch(nf4, "_empty_strided_cuda", guards._empty_strided_cpu)  # as invisible to tracers
+        patch(nf4, "_cuda_getDevice", lambda: CURRENT.device)
+        patch(nf4, "_cuda_exchangeDevice", self.exchange)
+        patch(nf4, "_cuda_maybeExchangeDevice", self.exchange)
+        patch(nf4, "_cuda_getCurrentRawStream", lambda index: CURRENT.stream)
+        launcher = types.SimpleNamespace(_launch_kernel=self.launch_kernel)
+        patch("torch._C._StaticCudaLauncher", launcher)
+        patch("torch.cuda.device", self.current)
+        patch("torch.cuda.Stream", lambda device: 5)
+        patch("torch.cuda.stream", self.on_stream)
+        patch(
+            "torch.cuda.current_stream", lambda: types.SimpleNamespace(cuda_stream=CURRENT.stream)
+        )
+        patch("torch.cuda._sleep", lambda cycles: None)
+        patch("torch.cuda.is_current_stream_capturing", lambda: False)
+        patch("torch.cuda.get_sync_debug_mode", lambda: 0)
+
+    def as_interpreted(self, function):
+        @functools.wraps(function)
+        def run(*given):
+            with mock.patch.object(self.nf4, "INTERPRETED", True):
+                return function(*given)
+
+        return run
+
+    def launch_and_compile(self, launch):
+        @functools.wraps(launch)
+        def launch_and_return(out, tensors, kind):
+            self.as_interpreted(launch)(out, tensors, kind)
+            _, _, blocksize, blocksize2 = kind
+            tables = [getattr(table, "dtype", None) for table in tensors[1:]]
+            dtypes, constants = (out.dtype, torch.uint8, *tables), (blocksize, blocksize2)
+            made = self.nf4._dequantize_nf4_kernel, dtypes, (*constants, self.nf4.WORDS)
+            return self.compiled.setdefault(made, Compiled(*made))
+
+        return launch_and_return
+
+    def launch_kernel(
+        self, function, x, y, z, num_warps, n_shared_bytes, type_codes, values, stream
+    ):
+        assert (y, z, num_warps, n_shared_bytes) == (1, 1, 4, 0)
+        assert CURRENT.device is None, "another GPU is current"
+        assert stream == CURRENT.stream, "another stream is current"
+        *addresses, n_weights, scratch, profile_scratch = values
+        assert scratch is None and profile_scratch is None
+        assert type_codes == "O" * len(addresses) + "lOO"
+        function.run((x, y, z), addresses, n_weights)
+
+    def exchange(self, index):
+        before, CURRENT.device = CURRENT.device, index
         return before
 
     @contextlib.contextmanager
-    def current(index):
-        before = exchange(index)
+    def current(self, device):
+        before = self.exchange(device if isinstance(device, int) else None)
         yield
-        world.device = before
+        CURRENT.device = before
 
-    patch = functools.partial(monkeypatch.setattr, raising=False)
-    patch(nf4, "launch", launch_and_compile)
-    patch("torch._C._StaticCudaLauncher", types.SimpleNamespace(_launch_kernel=launch_kernel))
-    patch("torch._C._cuda_getDevice", lambda: world.device)
-    patch("torch._C._cuda_exchangeDevice", exchange)
-    patch("torch._C._cuda_maybeExchangeDevice", exchange)
-    patch("torch._C._cuda_getCurrentRawStream", lambda index: world.stream)
-    guards = torch._C._dynamo.guards
-    patch(guards, "_empty_strided_cuda", guards._empty_strided_cpu)  # as invisible to tracers
-    patch("torch.cuda.device", current)
-    patch("torch.cuda.device_of", lambda tensor: current(None))
-    patch("torch.cuda.is_current_stream_capturing", lambda: False)
-    patch("torch.cuda.get_sync_debug_mode", lambda: 0)
-    nf4.private.cache_clear()  # it may hold torch's own
-    return world
+    @contextlib.contextmanager
+    def on_stream(self, stream):
+        before = vars(CURRENT).copy()
+        CURRENT.device, CURRENT.stream = None, stream
+        yield
+        vars(CURRENT).update(before)
+
+
+def by_formula(tensors, kind):
+    """Do what by_bitsandbytes does, by the page's formula: for bf16, a CPU's bitsandbytes errs."""
+    (weight, absmax, offset, absmax2, code2), (shape, dtype, blocksize, blocksize2) = tensors, kind
+    state = types.SimpleNamespace(absmax=absmax, shape=shape, dtype=dtype, blocksize=blocksize)
+    code = sys.modules["nf4_triton"].NF4_CODE.value
+    state.code = torch.tensor(list(code), dtype=torch.float32)
+    state.nested, state.offset = blocksize2 > 0, offset
+    state.state2 = types.SimpleNamespace(absmax=absmax2, code=code2, blocksize=blocksize2)
+    return formula(weight.detach(), state)
 
 
 class Planned:
-    """Call a module that keeps plans (on a CPU by stand-ins), and see what its calls ran."""
+    """Calls a module that keeps plans (on a CPU by stand-ins), and sees what its calls ran."""
 
     def __init__(self, nf4, device, patch):
         self.nf4, self.device, self.patch = nf4, device, patch
-        self.world = None if torch.cuda.is_available() else plan_on_cpu(nf4, patch)
-        self.n_by_operator, run = 0, nf4.run_operator
+        if not GPU:
+            PlansOnCPU(nf4, patch)
+        self.n_by_operator = self.n_trials = 0
+        self.shapes_by_bitsandbytes = []  # those of trials' samples, too
+        run_operator, trial = inspect.unwrap(nf4.run_operator), inspect.unwrap(nf4.trial)
+        by_bitsandbytes = inspect.unwrap(nf4.by_bitsandbytes)
 
-        def count_and_run(*given):
+        @functools.wraps(run_operator)
+        def count_operator(*given):
             self.n_by_operator += 1
-            return run(*given)
+            return run_operator(*given)
 
-        patch.setattr(nf4, "run_operator", count_and_run)
+        @functools.wraps(by_bitsandbytes)
+        def count_bitsandbytes(tensors, kind):
+            self.shapes_by_bitsandbytes.append(tuple(kind[0]))
+            return by_bitsandbytes(tensors, kind)
 
-    @contextlib.contextmanager
-    def replaced(self, name, value):
-        """Replace a function of torch, which the module may have gathered already."""
-        with self.patch.context() as patch:
-            patch.setattr(name, value)
-            self.nf4.private.cache_clear()
-            yield
-        self.nf4.private.cache_clear()
+        @functools.wraps(trial)
+        def count_trial(*given):
+            self.n_trials += 1
+            return trial(*given)
+
+        patch.setattr(nf4, "run_operator", count_operator)
+        patch.setattr(nf4, "by_bitsandbytes", count_bitsandbytes)
+        patch.setattr(nf4, "trial", count_trial)
+
+    def run_again(self, name, text="", replacement=""):
+        """Run the cell that defines this name again, with its text replaced, as a reader edits it.
+
+        What the cell defines anew is seen and, on a CPU, has its stand-ins as before.
+        """
+        source = shared.defining(name)
+        assert text in source, f"the cell of {name} does not say {text!r} any more"
+        shared.execute(source.replace(text, replacement), f"{name} again", vars(self.nf4))
+        if not GPU:
+            let_the_interpreter_run_assembly(self.nf4)
+        self.__init__(self.nf4, self.device, self.patch)
 
     def made(self, seed=0, dtype=torch.float16, shape=(32, 64), **how):
         """Return a layer that was never called."""
@@ -281,10 +373,17 @@ class Planned:
         return self.nf4.dequantize_nf4(layer.weight, layer.quant_state)
 
     def ran(self, layer):
-        """Call, compare the output's bits, and return what the call ran: "plan" or "operator"."""
+        """Call, compare the output's bits, and return what did the work.
+
+        "plan": a plan, at once. "operator": a plan, by the operator. "bitsandbytes": no plan.
+        """
+        self.shapes_by_bitsandbytes.clear()
         before = self.n_by_operator
         self.assert_right(self.dequantize(layer), layer)
-        return "plan" if self.n_by_operator == before else "operator"
+        if self.n_by_operator == before:
+            return "plan"
+        is_theirs = tuple(layer.quant_state.shape) in self.shapes_by_bitsandbytes
+        return "bitsandbytes" if is_theirs else "operator"
 
     def assert_right(self, out, layer):
         wanted = formula(layer.weight, layer.quant_state)

@@ -1,8 +1,10 @@
-"""A plan never serves what it was not made for, and where none can be kept, every call is right."""
+"""A plan serves the calls that it is right for, bitsandbytes all others, and the log says why."""
 
 import concurrent.futures
 import contextlib
+import errno
 import gc
+import itertools
 import threading
 import time
 import tracemalloc
@@ -16,14 +18,15 @@ import numpy as np
 import pytest
 import shared
 import torch
+from torch.overrides import TorchFunctionMode
 
 GPU = torch.cuda.is_available()
 needs_two = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 
-# What the two calls after a change run.
+# What does the work of the two calls after a change.
 SAME_PLAN = ["plan", "plan"]
 NEW_PLAN = ["operator", "plan"]
-NO_PLAN = ["operator", "operator"]
+NO_PLAN = ["bitsandbytes", "bitsandbytes"]
 
 
 def others(tensor):
@@ -49,17 +52,27 @@ def with_grad(weight):
 WEIGHT, STATE = "weight", "quant_state"
 ABSMAX, ABSMAX2 = "quant_state.absmax", "quant_state.state2.absmax"
 OFFSET, CODE2 = "quant_state.offset", "quant_state.state2.code"
-CHANGES = {  # {id: (where, what it becomes, what the next two calls run)}
+CHANGES = {  # {id: (where, what it becomes, what does the work of the next two calls)}
     "dtype": (f"{STATE}.dtype", lambda dtype: torch.bfloat16, NEW_PLAN),
     "shape": (f"{STATE}.shape", lambda shape: shape[::-1], NEW_PLAN),
-    "shape a list": (f"{STATE}.shape", list, NO_PLAN),  # the operator's body runs the first plan
-    "blocksize of numpy": (f"{STATE}.blocksize", np.int64, NO_PLAN),
+    "shape a list": (f"{STATE}.shape", list, ["operator", "operator"]),  # by the first plan
+    "blocksize of numpy": (f"{STATE}.blocksize", np.int64, SAME_PLAN),
     "state2.blocksize": (f"{STATE}.state2.blocksize", lambda size: 512, NEW_PLAN),
     "code": (f"{STATE}.code", torch.clone, SAME_PLAN),
     "one table for two": (STATE, with_one_table_for_two, NO_PLAN),
     "offset with a dimension": (OFFSET, lambda offset: offset.view(1), NEW_PLAN),
-    "weight one byte on": (WEIGHT, partial(helpers.moved, offset=1), SAME_PLAN),
+    "offset in fp16": (OFFSET, lambda offset: offset.half(), NEW_PLAN),
+    "offset in bf16": (OFFSET, lambda offset: offset.bfloat16(), NEW_PLAN),
+    "offset in fp64": (OFFSET, lambda offset: offset.double(), NO_PLAN),
+    "weight a word on": (WEIGHT, partial(helpers.moved, offset=4), SAME_PLAN),
+    "weight a byte on": (WEIGHT, partial(helpers.moved, offset=1), NO_PLAN),
+    "absmax a byte on": (ABSMAX, partial(helpers.moved, offset=1), SAME_PLAN),
+    "offset a byte on": (OFFSET, helpers.one_byte_on, NO_PLAN),
+    "state2.absmax a byte on": (ABSMAX2, helpers.one_byte_on, NO_PLAN),
+    "state2.code a byte on": (CODE2, helpers.one_byte_on, NO_PLAN),
     "weight with gaps": (WEIGHT, helpers.every_second, NO_PLAN),
+    "absmax with gaps": (ABSMAX, helpers.every_second, NO_PLAN),
+    "state2.code with gaps": (CODE2, helpers.every_second, NO_PLAN),
     "weight as int8": (WEIGHT, lambda weight: weight.view(torch.int8), NEW_PLAN),
     "weight as fp64": (WEIGHT, lambda weight: weight.view(-1).view(torch.float64), NEW_PLAN),
     "weight with gradients": (WEIGHT, with_grad, NEW_PLAN),
@@ -81,6 +94,31 @@ def test_a_change_is_seen(planned, what):
     assert planned.ran(planned.made()) == "plan", "the first plan is lost"
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (33, 65), (1, 1), (4097,)], ids=str)
+def test_an_odd_number_of_weights_is_bitsandbytes_work(planned, shape):
+    layer = planned.made(shape=shape)
+    assert [planned.ran(layer) for _ in range(2)] == NO_PLAN
+
+
+def test_a_plan_is_made_once_and_none_for_what_has_none(planned):
+    """Of 100 calls with a weight at an odd address, none makes a plan, or a trial."""
+    make_plan = mock.Mock(wraps=planned.nf4.make_plan)
+    planned.patch.setattr(planned.nf4, "make_plan", make_plan)
+    layer, twice = planned.made(), planned.made()
+    layer.weight = helpers.moved(layer.weight, 1)
+    with_one_table_for_two(twice.quant_state)
+    for _ in range(100):
+        planned.dequantize(layer)
+        planned.dequantize(twice)
+    assert not make_plan.called and planned.n_plans() == 0
+    layer.weight = helpers.moved(layer.weight, 4)
+    layer.quant_state.absmax = helpers.moved(layer.quant_state.absmax, 1)
+    for _ in range(100):
+        planned.dequantize(layer)
+    assert make_plan.call_count == 2, "one of the trial, and one that is kept"
+    assert planned.n_plans() == 1
+
+
 def test_each_form_of_a_weight_has_its_plan(planned):
     """As with offloading or FSDP, or with a model on many GPUs: a dozen forms may take turns."""
     layer = planned.layer_with_plan()
@@ -96,7 +134,7 @@ def test_each_form_of_a_weight_has_its_plan(planned):
 def test_no_kind_gets_anothers_plan(planned):
     """A second layer of each kind is served by the first one's plan."""
     kinds = [{}, {"dtype": torch.bfloat16}, {"blocksize": 128}, {"nested": False}]
-    kinds += [{"shape": (64, 32)}, {"shape": (64, 65)}]  # the last takes three programs
+    kinds += [{"shape": (64, 32)}, {"shape": (64, 72)}]  # the last takes three programs
     for wanted in ("operator", "plan"):
         for kind in kinds:
             ran = [planned.ran(planned.made(seed, **kind)) for seed in range(2)]
@@ -106,7 +144,12 @@ def test_no_kind_gets_anothers_plan(planned):
 @pytest.mark.parametrize("names", [("nf4_one", "nf4_two"), ("nf4_same", "nf4_same")], ids=str)
 def test_each_copy_of_the_code_has_its_own_plans(device, monkeypatch, names):
     """As a reload leaves them, or the exported module beside the notebook."""
-    copies = [helpers.Planned(shared.load(name), device, monkeypatch) for name in names]
+    copies = []
+    for name in names:
+        copy = shared.load(name)
+        if not GPU:
+            helpers.let_the_interpreter_run_assembly(copy)
+        copies.append(helpers.Planned(copy, device, monkeypatch))
     for wanted in ("operator", "plan"):
         for copy in copies:
             assert copy.ran(copy.made()) == wanted
@@ -134,10 +177,23 @@ def test_inference_mode_and_autocast_get_their_own_plans(planned):
         assert out.is_inference() == (context is torch.inference_mode)
 
 
+def test_no_mode_for_functions_sees_a_plan_at_work(planned):
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            asked.append(function)
+            return function(*args, **(kwargs or {}))
+
+    asked, layer = [], planned.layer_with_plan()
+    with Mode():
+        out = planned.dequantize(layer)
+    assert not asked
+    planned.assert_right(out, layer)
+
+
 def test_the_current_stream_is_used(planned):
     layer = planned.layer_with_plan()
     if not GPU:
-        planned.world.stream = 7  # the launcher's stand-in compares
+        helpers.CURRENT.stream = 7  # the launcher's stand-in compares
         assert planned.ran(layer) == "plan"
         return
     layer, other = planned.made(shape=(4096, 4096)), planned.made(1, shape=(4096, 4096))
@@ -158,7 +214,7 @@ def test_another_gpu_may_be_current(planned):
         with torch.cuda.device(current):
             for layer in layers:
                 assert planned.ran(layer) == ("operator" if turn == 0 else "plan")
-                assert torch._C._cuda_getDevice() == current
+                assert planned.nf4._cuda_getDevice() == current
 
 
 def as_launcher(launch_kernel):
@@ -168,13 +224,15 @@ def as_launcher(launch_kernel):
 @needs_two
 def test_another_gpu_stays_current_where_a_launch_fails(planned):
     launch_kernel = mock.Mock(wraps=torch._C._StaticCudaLauncher._launch_kernel)
-    with planned.replaced(*as_launcher(launch_kernel)):
-        layer = planned.layer_with_plan()
+    planned.patch.setattr(*as_launcher(launch_kernel))
+    layer = planned.layer_with_plan()
     launch_kernel.side_effect = torch.OutOfMemoryError("no memory")
-    with torch.cuda.device(1):
+    if not GPU:
+        helpers.CURRENT.device = 1
+    with torch.cuda.device(1) if GPU else contextlib.nullcontext():
         with pytest.raises(torch.OutOfMemoryError):
             planned.dequantize(layer)
-        assert torch._C._cuda_getDevice() == 1
+        assert planned.nf4._cuda_getDevice() == 1
 
 
 ONLY_GPU_1 = """
@@ -201,66 +259,300 @@ def test_a_process_that_uses_gpu_1_makes_no_context_on_gpu_0():
     assert done.returncode == 0, done.stderr
 
 
-# The trial, which each compiled kernel has to pass before it is trusted.
+# The trial: a sample whose bits a plan must get right before plans are trusted.
 
 
-@pytest.fixture
-def trials(planned):
-    trials = mock.Mock(wraps=planned.nf4.trial)
-    planned.patch.setattr(planned.nf4, "trial", trials)
-    return trials
+def all_kinds():
+    """Yield (dtype, the offset's dtype, blocksize, state2.blocksize); plain: None and 0."""
+    sizes = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+    yield from itertools.product(helpers.DTYPES, helpers.DTYPES, sizes, sizes)
+    yield from itertools.product(helpers.DTYPES, [None], sizes, [0])
 
 
-def test_each_compiled_kernel_is_tried_once_whatever_the_shape(planned, trials):
+def model(tensors, kind, code, fault=None):
+    """Return what a kernel with this fault makes of the tensors, by plain PyTorch."""
+    (weight, absmax, offset, absmax2, code2), (_, dtype, blocksize, blocksize2) = tensors, kind
+    nibbles = torch.stack((weight >> 4, weight & 15), -1).flatten().long()
+    entries = code[nibbles]
+    if fault == "a lane that holds another's entry":
+        lane = torch.arange(len(nibbles)) // 8 % 32
+        entries[(nibbles == 5) & (lane < 16)] = code[6]
+
+    def flushed(x, dtype, name):
+        is_tiny = x.abs() < torch.finfo(dtype).smallest_normal
+        return torch.where(is_tiny, x * 0, x) if fault == name else x
+
+    scale = absmax
+    if blocksize2 > 0:
+        index = torch.arange(len(absmax)) // blocksize2
+        if fault == "the first state2.absmax for all":
+            index.zero_()
+        if fault == "low bits of absmax alone":
+            absmax = absmax & 0xF
+        scale = flushed(code2[absmax.long()] * absmax2[index], torch.float32, "flushed products")
+        scale = scale + offset.float()
+        if fault == "an FMA":
+            product = code2[absmax.long()].double() * absmax2[index]
+            scale = (product + offset).float()
+    scale = scale.repeat_interleave(blocksize)[: len(nibbles)]
+    weights = flushed(entries * scale, torch.float32, "flushed products")
+    weights = flushed(weights.to(dtype), dtype, "flushed weights")
+    if fault == "the last program is left out":
+        weights[-256:] = 7
+    if fault == "low nibbles taken for 0":
+        weights[1::2] = (code[0] * scale).to(dtype)[1::2]
+    return weights
+
+
+def is_visible(fault, kind):
+    """Tell whether a weight of this kind can show the fault in any of its bits."""
+    dtype, offset_dtype, blocksize, blocksize2 = kind
+    n_blocks = -(-65 * 256 // blocksize)
+    if fault == "an FMA":
+        return blocksize2 > 0
+    if fault == "low bits of absmax alone":
+        return blocksize2 > 0 and n_blocks > 18  # the first 16 are right, two more look alike
+    if fault == "the first state2.absmax for all":
+        return blocksize2 > 0 and n_blocks > blocksize2
+    if fault == "flushed products":  # in fp16 they are zeros of the same sign all the same
+        return not (dtype == torch.float16 and offset_dtype in (torch.float16, None))
+    return True
+
+
+FAULTS_OF_KERNELS = [
+    "an FMA",
+    "the first state2.absmax for all",
+    "low bits of absmax alone",
+    "flushed products",
+    "flushed weights",
+    "a lane that holds another's entry",
+    "the last program is left out",
+    "low nibbles taken for 0",
+]
+
+
+@helpers.each_dtype
+def test_the_sample_shows_each_fault_for_every_kind(nf4, monkeypatch, dtype):
+    """Of 600 kinds, in all that can show it. The right kernel is told from it by a bit at least."""
+    code, n_visible = torch.tensor(list(nf4.NF4_CODE.value)), dict.fromkeys(FAULTS_OF_KERNELS, 0)
+    monkeypatch.setattr("torch.cuda._sleep", lambda cycles: None)
+    for kind in all_kinds():
+        if kind[0] == dtype:
+            packed, tensors, sample_kind = nf4.sample(torch.device("cpu"), *kind)
+            right = {}  # {the offset: the right output}
+
+            def by_bitsandbytes(tensors, kind, right=right):
+                offset = tensors[2] if tensors[2] is None else tensors[2].item()
+                if offset not in right:
+                    right[offset] = model(tensors, kind, code).view(kind[0])
+                return right[offset]
+
+            monkeypatch.setattr(nf4, "by_bitsandbytes", by_bitsandbytes)
+            for fault in FAULTS_OF_KERNELS:
+                plan = lambda tensors, kind=sample_kind, fault=fault: model(  # noqa: E731
+                    tensors, kind, code, fault
+                ).view(kind[0])
+                is_seen = nf4.differing(plan, packed, tensors, sample_kind) > 0
+                assert is_seen == is_visible(fault, kind), (fault, kind)
+                n_visible[fault] += is_seen
+    assert min(n_visible.values()) >= 45, "so many kinds have several state2.absmax"
+
+
+def test_each_kernel_is_tried_once_whatever_the_shape(planned):
     for n in (1, 2, 65):
         for dtype in helpers.DTYPES:
             layer = planned.made(shape=(n, 64), dtype=dtype)
             assert [planned.ran(layer) for _ in range(2)] == NEW_PLAN
-    assert trials.call_count == 3
+    assert planned.n_trials == 3
+    for make_launcher in planned.nf4.TRIALS.values():
+        assert make_launcher.func is planned.nf4.torch_launcher
+
+
+def test_no_memory_that_was_freed_holds_a_samples_output(nf4):
+    """Else a launcher that writes nothing could pass: each trial has a weight of its own."""
+    kind = (torch.device("cpu"), torch.float16, torch.float32, 64, 256)
+    samples = [nf4.sample(*kind)[0] for _ in range(2)]
+    assert (samples[0] != samples[1]).float().mean() > 0.5
+
+
+class PassingFunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.zeros, torch.arange, torch.zeros_like):
+            raise AssertionError("a trial's own work went through a user's mode")
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+SURROUNDINGS = {
+    "bf16 as default": partial(default_dtype, torch.bfloat16),
+    "fp64 as default": partial(default_dtype, torch.float64),
+    "meta as default device": lambda: torch.device("meta"),
+    "a mode for functions": PassingFunctionMode,
+    "inference mode": torch.inference_mode,
+    "autocast": partial(torch.autocast, "cuda" if GPU else "cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("what", SURROUNDINGS)
+def test_a_trial_does_not_depend_on_its_surroundings(planned, what, nested):
+    for dtype in helpers.DTYPES:
+        layer = planned.made(dtype=dtype, nested=nested)
+        with SURROUNDINGS[what]():
+            out = planned.dequantize(layer)
+        planned.assert_right(out, layer)
+    assert all(found.func is planned.nf4.torch_launcher for found in planned.nf4.TRIALS.values())
+    assert len(planned.nf4.TRIALS) == 3
+
+
+# What fails for good: bitsandbytes or Triton's launcher does the work, and the log says so once.
 
 
 def break_shuffles(planned):
     """Let lanes 8 to 15 of each segment keep their own entry, as a broken Triton might."""
-    source = shared.defining("_SHFL")
-    assert source.count('$2, 0x101f, -1;"') == 1, "the segment mask stands elsewhere now"
-    broken = source.replace('$2, 0x101f, -1;"', '$2, 0x1007, -1;"')
-    kernel = helpers.kernel_after(planned.nf4, broken)
-    planned.patch.setattr(planned.nf4, "_dequantize_nf4_kernel", kernel)
+    planned.run_again("_dequantize_nf4_kernel", '$2, 0x101f, -1;"', '$2, 0x1007, -1;"')
 
 
-@pytest.mark.parametrize("has_equal_nibbles", [False, True], ids=["any nibbles", "all equal"])
-def test_broken_shuffles_raise_at_every_call(planned, has_equal_nibbles):
-    """Even where the weight at hand would not show them."""
-    break_shuffles(planned)
-    layer = planned.made()
-    if has_equal_nibbles:
-        layer.weight.fill_(0x33)
-    for _ in range(3):
-        with pytest.raises(RuntimeError, match="shuffles .*: use another Triton"):
-            planned.dequantize(layer)
-    assert planned.n_plans() == 0
+def let_launches_raise(planned, error):
+    planned.patch.setattr(planned.nf4, "launch", mock.Mock(side_effect=error))
+
+
+def launch_wrongly(planned, does):
+    launch_kernel, another = torch._C._StaticCudaLauncher._launch_kernel, planned.made(2).weight
+
+    def launch(function, x, y, z, num_warps, shared_bytes, types_, values, stream):
+        out_address, weight_address, *others = values
+        if does == "nothing":
+            return
+        if does == "half":
+            x = x // 2
+        if does == "another weight":
+            weight_address = another.data_ptr()
+        if does == "its own stream":
+            stream = 0
+        values = (out_address, weight_address, *others)
+        launch_kernel(function, x, y, z, num_warps, shared_bytes, types_, values, stream)
+
+    planned.patch.setattr(*as_launcher(launch))
+
+
+class Changed:
+    """A compiled kernel with other metadata."""
+
+    def __init__(self, compiled, **others):
+        self.compiled, self.src, self.function = compiled, compiled.src, compiled.function
+        names = [*UNUSUAL, "num_warps", "shared"]
+        values = {name: getattr(compiled.metadata, name) for name in names}
+        self.metadata = types.SimpleNamespace(**values | others)
+
+    def __getitem__(self, grid):
+        return self.compiled[grid]
+
+
+def change_metadata(planned, name):
+    """Let Triton compile what torch's launcher drops in silence."""
+    launch = planned.nf4.launch
+    changed = lambda *given: Changed(launch(*given), **{name: 2})  # noqa: E731
+    planned.patch.setattr(planned.nf4, "launch", changed)
+
+
+UNUSUAL = ["num_ctas", "launch_pdl", "launch_cooperative_grid"]
+UNUSUAL += ["global_scratch_size", "profile_scratch_size"]
+BY_TRITON, BY_BITSANDBYTES = "with Triton's launcher", "by bitsandbytes"
+FAILURES = {  # {id: (how it fails, what the log says)}
+    "torch's launcher is missing": (
+        lambda planned: planned.patch.delattr("torch._C._StaticCudaLauncher"), BY_TRITON
+    ),
+    "torch's launcher has another signature": (
+        lambda planned: planned.patch.setattr(*as_launcher(lambda function: None)), BY_TRITON
+    ),
+    "broken shuffles": (break_shuffles, BY_BITSANDBYTES),
+    "no compiler": (partial(let_launches_raise, error=FileNotFoundError("cc")), BY_BITSANDBYTES),
+    "a ptxas that may not run": (
+        partial(let_launches_raise, error=PermissionError(errno.EACCES, "ptxas")), BY_BITSANDBYTES
+    ),
+    "a cache that cannot be written": (
+        partial(let_launches_raise, error=OSError(errno.EROFS, "cache")), BY_BITSANDBYTES
+    ),
+    "Triton's hook gives no compiled kernel": (
+        lambda planned: planned.patch.setattr(planned.nf4, "launch", lambda *given: None),
+        BY_BITSANDBYTES,
+    ),
+}  # fmt: skip
+for does in ("nothing", "half", "another weight", "its own stream"):
+    FAILURES[f"torch's launcher writes {does}"] = partial(launch_wrongly, does=does), BY_TRITON
+for name in UNUSUAL:
+    FAILURES[f"a kernel with {name}"] = partial(change_metadata, name=name), BY_TRITON
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_what_fails_is_said_once_and_all_calls_are_right(copied, caplog, what):
+    fail, how = FAILURES[what]
+    fail(copied)
+    for shape in ((32, 64), (32, 64), (96, 64)):
+        layer = copied.made(shape=shape)
+        assert (copied.ran(layer) == "bitsandbytes") == (how == BY_BITSANDBYTES)
+    assert copied.n_trials == 1, "no second trial for the same"
+    [line] = [each.getMessage() for each in caplog.records if each.name == "nf4_triton"]
+    what = f"NF4 on {layer.weight.device} to torch.float16 in blocks of 64 and 256 "
+    assert line.startswith(what) and how in line
+    caplog.clear()
+
+
+def test_a_missing_private_function_is_said_once_for_all(copied, caplog):
+    """On a CPU, torch has none of those that make plans."""
+    if GPU:
+        copied.patch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    copied.patch.setattr(torch.version, "cuda", "13.0")
+    shared.execute(shared.defining("make_plan"), "make_plan again", vars(copied.nf4))
+    for dtype in helpers.DTYPES:
+        assert copied.ran(copied.made(dtype=dtype)) == "bitsandbytes"
+    assert caplog.text.count("because of this torch: cannot import name") == 1
+    caplog.clear()
+
+
+# What may pass: bitsandbytes does the work meanwhile, and nothing is kept.
 
 
 def raising(error):
     return mock.Mock(side_effect=error)
 
 
-AcceleratorError = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # torch 2.8 has it
 HINDRANCES = {  # {id: (what is replaced meanwhile, by what)}; no trial can be finished then
     "a graph is captured": ("torch.cuda.is_current_stream_capturing", lambda: True),
     "waiting is forbidden": ("torch.cuda.get_sync_debug_mode", lambda: 2),
-    "no memory": ("torch.full", raising(torch.OutOfMemoryError("no memory"))),
-    "no memory for a launch": as_launcher(raising(torch.OutOfMemoryError("no memory"))),
-    "an earlier kernel's error": ("torch.equal", raising(AcceleratorError("late"))),
 }
-WAITS_FOR_NOBODY = ("a graph is captured", "waiting is forbidden")
+PASSING = {
+    "no memory": torch.OutOfMemoryError("no memory"),
+    "no memory of the host": MemoryError(),
+    "no memory for Triton": RuntimeError("Triton Error [CUDA]: out of memory"),
+    "a full disk": OSError(errno.ENOSPC, "full"),
+    "a full quota": OSError(errno.EDQUOT, "full"),
+    "a capture elsewhere": RuntimeError(
+        "CUDA error: operation not permitted when stream is capturing"
+    ),
+}
+for name, error in PASSING.items():
+    HINDRANCES[name] = "nf4.sample", raising(error)
+    HINDRANCES[f"{name}, for a launch"] = as_launcher(raising(error))
 
 
 @contextlib.contextmanager
 def hindered(planned, why):
     """Hinder trials; where waiting is forbidden, CUDA raises an error on a GPU if one waits."""
-    with planned.replaced(*HINDRANCES[why]):
-        if GPU and why in WAITS_FOR_NOBODY:
+    where, value = HINDRANCES[why]
+    with planned.patch.context() as patch:
+        if where.startswith("nf4."):
+            patch.setattr(planned.nf4, where.removeprefix("nf4."), value)
+        else:
+            patch.setattr(where, value)
+        if GPU and why == "waiting is forbidden":
             torch.cuda.set_sync_debug_mode("error")
         try:
             yield
@@ -271,39 +563,51 @@ def hindered(planned, why):
 
 @pytest.mark.parametrize("why", HINDRANCES)
 def test_a_hindered_trial_is_left_to_a_later_call(planned, why):
-    """Meanwhile the kernel without shuffles fills the output."""
-    launch = mock.Mock(wraps=planned.nf4.launch)
-    planned.patch.setattr(planned.nf4, "launch", launch)
     layer = planned.made()
     for _ in range(2):
         with hindered(planned, why):
             out = planned.dequantize(layer)
-        filled, *_ = launch.call_args.args
-        assert filled is out and launch.call_args.kwargs == {"shuffle": False}
         planned.assert_right(out, layer)
-        assert planned.n_plans() == 0
+        assert planned.n_plans() == 0 and not planned.nf4.TRIALS
     assert [planned.ran(layer) for _ in range(2)] == NEW_PLAN
 
 
-def test_broken_shuffles_serve_no_call_that_must_not_wait(planned):
-    """Such a call is right; the first one that may wait raises the error."""
-    break_shuffles(planned)
-    layer = planned.made()
-    with hindered(planned, "waiting is forbidden"):
-        out = planned.dequantize(layer)
-    planned.assert_right(out, layer)
-    with pytest.raises(RuntimeError, match="shuffles"):
-        planned.dequantize(layer)
-
-
-@pytest.mark.parametrize("why", WAITS_FOR_NOBODY)
-def test_a_new_shape_of_a_known_kernel_waits_for_nobody(planned, why):
+@pytest.mark.parametrize("why", ["a graph is captured", "waiting is forbidden"])
+def test_a_new_shape_of_a_tried_kernel_waits_for_nobody(planned, why):
     planned.layer_with_plan()
     layer = planned.made(shape=(96, 64))
     with hindered(planned, why):
         out = planned.dequantize(layer)
     planned.assert_right(out, layer)
     assert planned.ran(layer) == "plan"
+
+
+RAISED = {
+    "an earlier kernel's error": torch.AcceleratorError("CUDA error: an illegal memory access"),
+    "an interruption": KeyboardInterrupt(),
+}
+
+
+@pytest.mark.parametrize("what", RAISED)
+def test_a_users_own_trouble_is_raised_and_nothing_is_kept(planned, what):
+    layer = planned.made()
+    with planned.patch.context() as patch:
+        patch.setattr(planned.nf4, "sample", raising(RAISED[what]))
+        with pytest.raises(type(RAISED[what])):
+            planned.dequantize(layer)
+    assert not planned.nf4.TRIALS and planned.n_plans() == 0
+    assert [planned.ran(layer) for _ in range(2)] == NEW_PLAN
+
+
+def test_a_plan_that_could_not_serve_its_own_call_is_not_kept(planned):
+    planned.layer_with_plan()
+    layer = planned.made(shape=(96, 64))
+    with planned.patch.context() as patch:
+        patch.setattr(*as_launcher(raising(torch.OutOfMemoryError("no memory"))))
+        with pytest.raises(torch.OutOfMemoryError):
+            planned.dequantize(layer)
+    assert planned.n_plans() == 1
+    assert [planned.ran(layer) for _ in range(2)] == NEW_PLAN
 
 
 @pytest.mark.gpu
@@ -318,104 +622,48 @@ def test_a_first_call_for_a_shape_returns_before_queued_work_ends(planned):
     planned.assert_right(out, layer)
 
 
-# Where no plan can be kept.
+# Edits of cells that are run again.
+
+EDITS = {  # {what is edited: (a name that its cell defines, the text, its replacement)}
+    "the kernel": ("_dequantize_nf4_kernel", "# 4. The output.", "# 4. The output:"),
+    "a helper of the kernel": ("_look_up", "in the low four bits;", "in the lowest four bits;"),
+    "the launch": ("launch", "two for each of", "two for each one of"),
+    "a launcher": ("torch_launcher", "leave out in silence what", "drop in silence what"),
+    "make_plan": ("make_plan", "# the others are None", "# all others are None"),
+    "the sample": ("sample", "makes weights that are", "makes some weights that are"),
+}
 
 
-def check_that_none_is_kept(planned, caplog, fault):
-    """Every call is right, of another shape, too; the log names the fault once."""
-    for kind in ({}, {}, {"shape": (96, 64)}):
-        assert planned.ran(planned.made(**kind)) == "operator"
-    assert caplog.text.count("no plan can be made") == 1 and fault in caplog.text
+@pytest.mark.parametrize("what", EDITS)
+def test_after_an_edit_the_new_code_is_tried_and_used(copied, what):
+    layer = copied.layer_with_plan()
+    copied.run_again(*EDITS[what])
+    assert [copied.ran(layer) for _ in range(2)] == NEW_PLAN
+    assert copied.n_trials == 1
+
+
+def test_an_edit_that_breaks_the_kernel_is_seen(copied, caplog):
+    layer = copied.layer_with_plan()
+    break_shuffles(copied)
+    assert [copied.ran(layer) for _ in range(2)] == NO_PLAN
+    assert "bytes of a sample differ" in caplog.text
     caplog.clear()
-
-
-@pytest.mark.parametrize("does", ["read another weight", "write nothing"])
-def test_a_launcher_that_gives_other_bits_is_not_used(planned, caplog, does):
-    """Other kinds, and the kernel after its cell was run again, are tried anew."""
-    launch_kernel, another = torch._C._StaticCudaLauncher._launch_kernel, planned.made(2).weight
-    planned.layer_with_plan()  # its trial leaves memory that holds the right bits
-    planned.nf4.TRIALS.clear()
-    planned.nf4.PLANS.clear()
-
-    def launch_wrong(*given):
-        *how, (out_address, _weight_address, *others), stream = given
-        if does == "read another weight":
-            launch_kernel(*how, (out_address, another.data_ptr(), *others), stream)
-
-    with planned.replaced(*as_launcher(launch_wrong)):
-        check_that_none_is_kept(planned, caplog, "other bits")
-    layer, another_kind = planned.made(), planned.made(dtype=torch.bfloat16)
-    assert [planned.ran(layer) for _ in range(2)] == NO_PLAN
-    assert [planned.ran(another_kind) for _ in range(2)] == NEW_PLAN
-    kernel = helpers.kernel_after(planned.nf4, "")
-    planned.patch.setattr(planned.nf4, "_dequantize_nf4_kernel", kernel)
-    assert [planned.ran(layer) for _ in range(2)] == NEW_PLAN
-
-
-UNUSUAL = ["num_ctas", "launch_pdl", "launch_cooperative_grid"]
-UNUSUAL += ["global_scratch_size", "profile_scratch_size"]
-
-
-@pytest.mark.skipif(GPU, reason="there the kernel is compiled as it is")
-@pytest.mark.parametrize("what", UNUSUAL)
-def test_a_kernel_that_wants_what_torchs_launcher_drops_gets_no_plan(planned, caplog, what):
-    planned.patch.setattr(helpers.Compiled.metadata, what, 2)
-    check_that_none_is_kept(planned, caplog, "expected a kernel without")
-
-
-PRIVATE = ["_dynamo.guards.TensorGuards", "_dynamo.guards._empty_strided_cuda"]
-PRIVATE += ["_StaticCudaLauncher", "_len_torch_dispatch_stack"]
-if not GPU:  # there Triton's own launch needs these, too
-    PRIVATE += ["_cuda_getDevice", "_cuda_getCurrentRawStream"]
-    PRIVATE += ["_cuda_exchangeDevice", "_cuda_maybeExchangeDevice", "DisableTorchFunction"]
-
-
-@pytest.mark.parametrize("missing", PRIVATE)
-def test_all_is_right_where_torch_lacks_a_private_function(planned, caplog, missing):
-    planned.patch.delattr(f"torch._C.{missing}")
-    planned.nf4.private.cache_clear()
-    check_that_none_is_kept(planned, caplog, f"'{missing.rpartition('.')[2]}'")
-
-
-def test_a_mistake_in_one_shapes_plan_leaves_others_their_plans(planned, caplog):
-    make_plan = planned.nf4.make_plan
-
-    def make_or_fail(compiled, inputs, out):
-        if out.shape == (32, 64):
-            raise ZeroDivisionError("a mistake")
-        return make_plan(compiled, inputs, out)
-
-    planned.patch.setattr(planned.nf4, "make_plan", make_or_fail)
-    for shape, wanted in (((32, 64), NO_PLAN), ((96, 64), NEW_PLAN)):
-        layer = planned.made(shape=shape)
-        assert [planned.ran(layer) for _ in range(2)] == wanted
-    assert caplog.text.count("ZeroDivisionError('a mistake')") == 1
-    caplog.clear()
-
-
-def test_an_edited_kernel_is_followed(planned):
-    layer = planned.layer_with_plan()
-    kernel = helpers.kernel_after(planned.nf4, helpers.DOUBLED)
-    planned.patch.setattr(planned.nf4, "_dequantize_nf4_kernel", kernel)
-    wanted = 2 * planned.nf4.spec(layer.weight, layer.quant_state)
-    for _ in range(2):
-        out = planned.dequantize(layer)
-        helpers.assert_same_bits(out, wanted, layer.weight, layer.quant_state)
 
 
 # Memory.
 
 
 def test_shapes_without_end_do_not_fill_the_memory(planned):
-    planned.nf4.PLANS.update({((n, 1), 0, 64, 256): [] for n in range(4095)})
-    for n_plans in (4096, 1):
-        planned.ran(planned.made(shape=(n_plans, 64)))
-        assert len(planned.nf4.PLANS) == n_plans
+    planned.nf4.PLANS.update({(n, "another kind"): () for n in range(4095)})
+    for n in (1, 2, 3):
+        planned.ran(planned.made(shape=(n, 64)))
+        assert len(planned.nf4.PLANS) == 4096
+    assert list(planned.nf4.PLANS)[0] == (2, "another kind"), "the oldest go first"
 
 
 def test_strides_without_end_do_not_fill_the_memory(planned):
     _, kind = planned.nf4.unpack(*vars(planned.made()).values())
-    planned.nf4.PLANS[kind] = 64 * [lambda tensors: None]  # as those for other strides
+    planned.nf4.PLANS[kind] = 64 * (lambda tensors: None,)  # as those for other strides
     assert [planned.ran(planned.made()) for _ in range(2)] == NEW_PLAN
     assert planned.n_plans() == 64
 

@@ -5,7 +5,6 @@ contenders that turn wrong. On a GPU the notebook itself runs the same functions
 assert what they find.
 """
 
-import ast
 import contextlib
 import inspect
 import random
@@ -16,15 +15,15 @@ from unittest import mock
 
 import matplotlib
 import pytest
-import shared
 import torch
 from bitsandbytes.functional import dequantize_4bit
 
 matplotlib.use("Agg")
-N_TOKENS = 2048 if torch.cuda.is_available() else 20  # for fewer, a GPU multiplies without weights
+GPU = torch.cuda.is_available()
+N_TOKENS = 2048 if GPU else 20  # for fewer, a GPU multiplies without weights
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WIDTHS = (64, 128, 192)  # of the three small layers here
-SHAPES = {"2048 x 8192": 16_777_216, "1024 x 4096": 4_194_304, "4096 x 14336": 58_720_256}
+MIX = {"2048 x 8192": "fp16", "1024 x 4096": "bf16", "4096 x 14336": "bf16"}
 
 
 @pytest.fixture
@@ -32,20 +31,6 @@ def options(nf4):
     """Three small options, each of another width."""
     small = zip(nf4.OPTIONS, WIDTHS)
     return [option._replace(bsz=1, qlen=N_TOKENS, hd=hd, m=256) for option, hd in small]
-
-
-@pytest.fixture
-def shown(nf4, monkeypatch):
-    """The tables that were displayed, each as a list of lines, with the caption first."""
-    tables = []
-
-    def display(markdown):
-        caption, _, header, _, *rows = markdown.data.splitlines()
-        rows = [re.sub(r" *\| *", " | ", row).strip(" |") for row in (header, *rows)]
-        tables.append([caption.strip("*"), *rows])
-
-    monkeypatch.setattr(nf4, "display", display)
-    return tables
 
 
 def right(layer):
@@ -79,7 +64,16 @@ def test_the_challenges_constants_are_those_that_it_names(nf4):
     assert default(nf4.test_dequantize, "dtype") is None, "each option in its own dtype"
     assert (default(nf4.race, "rounds"), default(nf4.race, "loops")) == (50, 100)
     assert nf4.COPY_BYTES_PER_S == 240e9 and nf4.PUBLISHED_S == (3.714, 4.116)
+    assert nf4.STEPS == (1.05, 1.10, 1.15)
     assert nf4.BYTES_PER_WEIGHT == 2.515625 and nf4.SPLIT_BYTES_PER_WEIGHT == 2.765625
+
+
+def test_layers_come_from_the_options_seed(nf4, options):
+    seeds = (options[0].seed, options[0].seed, 1)
+    made = [nf4.build(options[0]._replace(seed=seed), torch.float16) for seed in seeds]
+    for first, second in (made[:2], made[1:]):
+        are_equal = torch.equal(first[1].up_proj.weight, second[1].up_proj.weight)
+        assert are_equal == torch.equal(first[0], second[0]) == (second is made[1])
 
 
 ONES = torch.ones(2, 2, dtype=torch.float16)
@@ -101,6 +95,7 @@ def test_weights_that_differ_are_refused(nf4, what):
 
 
 OTHERS = {"quant_type": "fp4", "blocksize": 128, "absmax": torch.ones(1), "dtype": torch.float32}
+OTHERS["state2"] = types.SimpleNamespace(absmax=torch.ones(1), code=torch.ones(1), blocksize=128)
 
 
 @pytest.mark.parametrize("field", OTHERS)
@@ -112,7 +107,7 @@ def test_a_layer_that_is_not_the_challenges_is_refused(nf4, field):
         nf4.assert_correct_bnb(layer, torch.float16)
 
 
-def test_the_clock_starts_after_a_wait_and_each_dequantization_is_waited_for(nf4, monkeypatch):
+def test_each_dequantization_is_timed_and_waited_for(nf4, monkeypatch):
     seen, outs, times = [], [], [7.0, 5.0]
 
     def fx(layer):
@@ -138,9 +133,7 @@ def test_the_clock_starts_after_a_wait_and_each_dequantization_is_waited_for(nf4
 
 
 @pytest.mark.parametrize("dtype", [None, *DTYPES.values()], ids=["mix", *DTYPES])
-def test_each_option_is_checked_twice_and_timed_and_the_seconds_add_up(
-    nf4, options, monkeypatch, dtype
-):
+def test_each_option_is_checked_twice_and_the_seconds_add_up(nf4, options, monkeypatch, dtype):
     fx, checks = mock.Mock(wraps=right), mock.Mock(wraps=nf4.assert_correct_bnb)
     seen = []
 
@@ -185,36 +178,90 @@ def test_wrong_weights_are_not_timed(nf4, options, monkeypatch, what):
         nf4.test_dequantize(WRONG[what], loops=1, options=options)
 
 
-def test_the_official_runs_meet_a_drift_of_the_host_alike(nf4, shown):
+def test_the_official_runs_meet_a_drift_alike(nf4):
     """The host slows down all the while; the first run of all is not counted."""
-    ran = []
+    ran, layers = [], nf4.MLP(64, 128).layers()
 
     def test(fx, dtype=None):
         ran.append((fx, dtype))
         return float(len(ran))
 
-    contenders = {"Unsloth": "Unsloth", "ours": "ours"}
-    rows = nf4.official_runs(contenders, {"fp16": torch.float16}, test)
-    order = ("ours", "Unsloth", "Unsloth", "ours")
-    assert ran == [("ours", None)] + [(fx, torch.float16) for fx in order]
-    assert rows == [
-        {"dtype": "fp16", "contender": "ours", "seconds": [2, 5]},
-        {"dtype": "fp16", "contender": "Unsloth", "seconds": [3, 4]},
+    ours, unsloth = mock.Mock(wraps=right), mock.Mock(wraps=right)
+    contenders = {"Unsloth": unsloth, "ours": ours}
+    rows = nf4.official_runs(contenders, {"fp16": torch.float16}, layers, test)
+    order = (ours, unsloth, unsloth, ours)
+    assert ran == [(ours, None)] + [(fx, torch.float16) for fx in order]
+    found = [(row["contender"], row["run"], row["seconds"]) for row in rows]
+    assert found == [("ours", 1, 2), ("Unsloth", 1, 3), ("Unsloth", 2, 4), ("ours", 2, 5)]
+    assert nf4.speedups(rows, "seconds") == [
+        {"over": "ours", "fp16": 1},
+        {"over": "Unsloth", "fp16": 1},
     ]
-    rows[1]["seconds"] = [9.5, 4.5]  # 14 s of Unsloth, 7 s of ours
-    nf4.show_official({"official": rows, "gpu": "Some GPU"})
-    assert shown[0][1:] == [
-        "dtype | ours, first, s | ours, last, s | Unsloth, first, s | Unsloth, last, s | speedup",
-        "fp16 | 2.000 | 5.000 | 9.500 | 4.500 | 2.000",
-    ]
+
+
+def test_without_right_bits_of_unsloth_no_test_is_reported(nf4, capsys):
+    contenders = {"ours": right, "Unsloth": lambda layer: right(layer) + 1}
+    rows = nf4.official_runs(contenders, {"mix": None}, nf4.MLP(64, 128).layers(), pytest.fail)
+    assert rows == nf4.speedups(rows, "seconds") == []
+    assert "left out: Unsloth: " in capsys.readouterr().out
+
+
+# Who races
+
+
+@pytest.fixture
+def called(nf4, monkeypatch):
+    """What stands for Unsloth's module; each of its functions returns its name and arguments."""
+    names = ("fast_dequantize", "_fast_dequantize_ctypes")
+    functions = {name: lambda *given, _name=name, **how: (_name, given, how) for name in names}
+    monkeypatch.setattr(nf4, "unsloth_kernels", types.SimpleNamespace(**functions))
+    return functions
+
+
+def test_each_contender_is_what_its_name_says(nf4, called):
+    """Without a GPU, for the functions are not run."""
+    layer = types.SimpleNamespace(weight=types.SimpleNamespace(quant_state="its state"))
+    given, calls = (layer.weight, "its state"), {}
+    for name in ("Unsloth", "Unsloth, buffer", "three launches"):
+        calls[name] = nf4.CONTENDERS[name](layer)
+    assert calls == {
+        "Unsloth": ("fast_dequantize", given, {}),
+        "Unsloth, buffer": ("fast_dequantize", given, {"use_global_buffer": True}),
+        "three launches": ("_fast_dequantize_ctypes", given, {}),
+    }
+    from peft.utils.integrations import dequantize_module_weight
+
+    assert nf4.CONTENDERS["PEFT"] is dequantize_module_weight
+    with mock.patch.multiple(nf4, dequantize_nf4=mock.DEFAULT, by_kernel_grid=mock.DEFAULT) as ours:
+        assert nf4.CONTENDERS["ours"](layer) is ours["dequantize_nf4"].return_value
+        assert nf4.CONTENDERS["kernel[grid]"](layer) is ours["by_kernel_grid"].return_value
+    for each in ours.values():
+        each.assert_called_once_with(*given)
+
+
+def test_the_launchers_race_without_checks_or_with_tritons_own(planned, monkeypatch):
+    nf4, layer = planned.nf4, planned.nf4.MLP(64, 128).up_proj
+    by_torch, by_triton = mock.Mock(wraps=nf4.torch_launcher), mock.Mock(wraps=nf4.triton_launcher)
+    monkeypatch.setattr(nf4, "torch_launcher", by_torch)
+    monkeypatch.setattr(nf4, "triton_launcher", by_triton)
+    nf4.tritons_plan.cache_clear()
+    nf4.known_launch.cache_clear()
+    for _ in range(2):
+        assert nf4.bits_differing(nf4.CONTENDERS["Triton's launcher"](layer), right(layer)) == 0
+        assert not by_torch.called and by_triton.call_count == 1
+    with mock.patch.object(nf4, "unpack", wraps=nf4.unpack) as unpack:
+        for _ in range(2):
+            assert nf4.bits_differing(nf4.CONTENDERS["floor"](layer), right(layer)) == 0
+    assert unpack.call_count == 1, "the floor asks nothing at its second call"
+    assert by_torch.call_count == by_triton.call_count == 1
+    nf4.tritons_plan.cache_clear()
+    nf4.known_launch.cache_clear()
 
 
 # The race
 
 
-def test_the_race_returns_median_microseconds_of_a_call_in_the_columns_own_dtype(
-    nf4, options, monkeypatch, capsys
-):
+def test_the_race_returns_median_microseconds_of_a_call(nf4, options, monkeypatch, capsys):
     """Not those of a loop, which makes three calls, and not the best or the worst round."""
     rounds = {right: (2, 3, 3, 4, 1), nf4.bnb_dequantize: (4, 5, 90, 5, 1)}
     n_rounds = {}
@@ -227,41 +274,61 @@ def test_the_race_returns_median_microseconds_of_a_call_in_the_columns_own_dtype
         return 1e-6 * us * 3 * loops
 
     monkeypatch.setattr(nf4, "timed", timed)
-    contenders = {
-        "ours": right,
-        "Unsloth": nf4.bnb_dequantize,
-        "PEFT": lambda layer: 1.01 * right(layer),
-    }
+    kept, peft = {}, lambda layer: 1.01 * right(layer)
+    contenders = {"ours": right, "Unsloth": nf4.bnb_dequantize, "PEFT": peft}
+    contenders["cached"] = lambda layer: kept.setdefault(layer, right(layer))
     rows = nf4.race(contenders, DTYPES.values(), options=options)
-    found = {(row["dtype"], row["contender"]): row["us"] for row in rows}
-    assert found == {
-        ("fp16", "ours"): pytest.approx([192, 384, 576]),
-        ("fp16", "Unsloth"): pytest.approx([320, 640, 960]),
-        ("bf16", "ours"): pytest.approx([1920, 3840, 5760]),
-        ("bf16", "Unsloth"): pytest.approx([3200, 6400, 9600]),
-    }
+    found = {(row["dtype"], row["contender"], row["shape"]): row["us"] for row in rows}
+    assert len(rows) == len(found) == 3 * 2 * 3
+    for name, us in (("ours", 3), ("Unsloth", 5)):
+        for i, width in enumerate(WIDTHS):
+            shape = f"{width} x 256"
+            assert found["fp16", name, shape] == pytest.approx(us * width)
+            assert found["bf16", name, shape] == pytest.approx(10 * us * width)
+            is_fp16 = options[i].dtype == torch.float16
+            assert found["mix", name, shape] == found["fp16" if is_fp16 else "bf16", name, shape]
     assert set(n_rounds.values()) == {50} and len(n_rounds) == 2 * 2 * 3
-    assert "left out: PEFT: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "left out: PEFT: " in said and "left out: cached: " in said and "share" in said
 
 
-@pytest.mark.parametrize("spoils", [False, True], ids=["wrong bits later", "a spoiled layer"])
-def test_a_contender_that_cheats_in_the_race_ends_it(nf4, options, spoils):
-    kept = {}
+@pytest.mark.parametrize("n", [0, -1], ids=["the first layer", "the last layer"])
+@pytest.mark.parametrize("when", ["at the start", "later", "a spoiled layer"])
+def test_a_contender_that_cheats_is_seen(nf4, options, monkeypatch, n, when):
+    """Left out where its bits are wrong at the start; an error where they are later."""
+    built, build, is_timed = [], nf4.build, []
+
+    def build_and_keep(*given):
+        built.append(build(*given))
+        return built[-1]
 
     def fx(layer):
-        if layer not in kept:
-            kept[layer] = right(layer)
-        elif spoils:
-            layer.weight.data.zero_()
-        else:
-            return 2 * kept[layer]
-        return kept[layer].clone()
+        out = right(layer)
+        is_its_turn = layer is [each for _, mlp in built for each in mlp.layers()][n]
+        if is_its_turn and bool(is_timed) == (when != "at the start"):
+            if when == "a spoiled layer":
+                layer.weight.data.zero_()
+            else:
+                out[-1, -1] += 1
+        return out
 
-    with pytest.raises(ValueError, match="changed a layer, or gave wrong bits later"):
-        nf4.race({"ours": fx}, DTYPES.values(), rounds=1, loops=1, options=options)
+    def timed(X, mlp, fx, loops):
+        is_timed.append(fx)
+        return 1.0
+
+    monkeypatch.setattr(nf4, "build", build_and_keep)
+    monkeypatch.setattr(nf4, "timed", timed)
+    run = lambda: nf4.race(  # noqa: E731
+        {"ours": right, "another": fx}, DTYPES.values(), rounds=1, loops=1, options=options
+    )
+    if when == "at the start":
+        assert {row["contender"] for row in run()} == {"ours"}
+    else:
+        with pytest.raises(ValueError, match="changed a layer, or gave wrong bits later"):
+            run()
 
 
-def test_jobs_run_in_another_order_in_each_round_and_in_each_run(nf4):
+def test_jobs_take_turns_in_another_order_each_time(nf4):
     """Though `build` seeds Python's own generator. Each job's results are its own."""
     orders = []
     for _ in range(2):
@@ -274,33 +341,48 @@ def test_jobs_run_in_another_order_in_each_round_and_in_each_run(nf4):
     assert len(set(map(tuple, orders))) == 4
 
 
-RACE = [
-    {"dtype": "fp16", "contender": "ours", "us": [10.0, 10.0, 10.0]},
-    {"dtype": "fp16", "contender": "Unsloth", "us": [15.0, 20.0, 40.0]},
-    {"dtype": "bf16", "contender": "ours", "us": [20.0, 20.0, 40.0]},
-    {"dtype": "bf16", "contender": "Unsloth", "us": [30.0, 40.0, 50.0]},
-]
+def race_rows(**us):
+    """Return rows of a race with these microseconds in fp16, and twice as many in bf16."""
+    rows = []
+    for contender, (first, second, third) in us.items():
+        for shape, each in zip(MIX, (first, second, third)):
+            row = {"contender": contender, "shape": shape}
+            rows.append(row | {"dtype": "fp16", "us": each})
+            rows.append(row | {"dtype": "bf16", "us": 2 * each})
+            rows.append(row | {"dtype": "mix", "us": each if MIX[shape] == "fp16" else 2 * each})
+    return rows
 
 
-def test_a_speedup_is_what_a_reader_divides_and_the_mix_has_the_challenges_dtypes(nf4, shown):
-    assert nf4.by_dtype(RACE)["mix"] == {"ours": [10, 20, 40], "Unsloth": [15, 40, 50]}
-    assert nf4.speedups(RACE) == {
-        "ours": {"fp16": 1.0, "bf16": 1.0, "mix": 1.0},
-        "Unsloth": {"fp16": 75 / 30, "bf16": 120 / 80, "mix": 105 / 70},
-    }
-    nf4.show_race({"race": RACE, "gpu": "Some GPU"})
-    assert shown[0] == [
-        "Speedup of ours over each contender: Some GPU",
-        "over | fp16 | bf16 | mix",
-        "ours | 1.00 | 1.00 | 1.00",
-        "Unsloth | 2.50 | 1.50 | 1.50",
+def test_a_speedup_is_what_a_reader_divides(nf4):
+    rows = race_rows(ours=(10, 10, 20), Unsloth=(15, 20, 45))
+    assert nf4.speedups(rows, "us") == [
+        {"over": "ours", "fp16": 1.0, "bf16": 1.0, "mix": 1.0},
+        {"over": "Unsloth", "fp16": 80 / 40, "bf16": 160 / 80, "mix": 145 / 70},
     ]
+
+
+def test_a_tables_columns_and_rows_stand_in_the_order_of_its_rows(nf4):
+    table = nf4.pivot(race_rows(ours=(1, 2, 3), another=(4, 5, 6)), "contender", "shape", "us")
+    assert list(table.columns) == ["contender", *MIX] and list(table["contender"]) == [
+        "ours",
+        "another",
+    ]
+    assert table["1024 x 4096"].tolist() == pytest.approx([10 / 3, 25 / 3])
+
+
+def test_a_table_shows_its_numbers_and_no_nan(nf4, monkeypatch):
+    shown = []
+    monkeypatch.setattr(nf4, "display", lambda markdown: shown.append(markdown.data))
+    nf4.show([{"a": 1234567, "b": 0.125}, {"a": 2, "b": None}], "A caption", digits=2)
+    cells = re.sub(r" +", " ", shown[0]).splitlines()
+    assert cells[0] == "**A caption**" and cells[2] == "| a | b |"
+    assert cells[4:] == ["| 1,234,567 | 0.12 |", "| 2 | |"]
 
 
 # All bits
 
 
-def test_one_wrong_bit_is_counted_for_its_case_and_its_path(nf4, device, shown):
+def test_one_wrong_bit_is_counted_for_its_case_and_path(nf4, device):
     def wrong(weight, state):
         out = nf4.spec(weight, state)
         if state.shape == (4, 128):
@@ -309,19 +391,12 @@ def test_one_wrong_bit_is_counted_for_its_case_and_its_path(nf4, device, shown):
 
     shapes = [("square", (8, 64)), ("wide", (4, 128)), ("square", (16, 64))]
     cases = [(name, *nf4.quantized(shape, torch.float16, device)) for name, shape in shapes]
-    rows = nf4.compare(cases, {"wrong": wrong, "right": nf4.spec})
+    rows = nf4.compare(cases, {"wrong": wrong, "right": nf4.spec}, dequantize_4bit)
     assert rows == [
         {"case": "square", "path": "wrong", "weights": 1536, "differing": 0},
         {"case": "square", "path": "right", "weights": 1536, "differing": 0},
         {"case": "wide", "path": "wrong", "weights": 512, "differing": 1},
         {"case": "wide", "path": "right", "weights": 512, "differing": 0},
-    ]
-    nf4.show_comparison({"compared": rows, "gpu": "Some GPU"})
-    assert shown[0] == [
-        "Compared with bitsandbytes: Some GPU",
-        "case | weights | right: differ | wrong: differ",
-        "square | 1,536 | 0 | 0",
-        "wide | 512 | 0 | 1",
     ]
 
 
@@ -340,56 +415,78 @@ def test_what_would_compare_nothing_is_refused(nf4, what):
     case = ("a case", *nf4.quantized(KEPT.shape, KEPT.dtype, "cpu"))
     with pytest.raises(ValueError, match="expected (each path to make an output|weights)"):
         nf4.compare([case], dict(enumerate(paths)), reference)
-
-
-def test_without_cases_nothing_is_claimed(nf4):
     with pytest.raises(ValueError, match="expected cases to compare"):
-        nf4.compare([], {"a path": nf4.spec})
+        nf4.compare([], {"a path": nf4.spec}, dequantize_4bit)
+
+
+def test_each_path_is_what_its_name_says(planned):
+    nf4, layer = planned.nf4, planned.made()
+    given = layer.weight, layer.quant_state
+    launch = mock.Mock(wraps=nf4.launch)
+    planned.patch.setattr(nf4, "launch", launch)
+    with pytest.raises(ValueError, match="expected a plan .* got none"):
+        nf4.by_plan(*given)
+    for n in (1, 2):
+        planned.assert_right(nf4.by_kernel_grid(*given), layer)
+        assert launch.call_count == n and planned.n_by_operator == 0
+    for n in (1, 2):
+        planned.assert_right(nf4.by_first_call(*given), layer)
+        assert planned.n_by_operator == n, "no plan was there before"
+    planned.assert_right(nf4.by_plan(*given), layer)
+    assert planned.n_by_operator == 2, "no operator ran"
+    with pytest.raises(ValueError, match="expected bitsandbytes to do the work, got a plan"):
+        nf4.by_fallback(*given)
+    layer = planned.made(shape=(3, 5))
+    planned.assert_right(nf4.by_fallback(layer.weight, layer.quant_state), layer)
 
 
 BLOCKS = "blocks of 32 to 4096, nested and plain absmax"
-ODD = "the same weights at odd addresses"
-FLAT = "the same weights, passed as [1, n]"
 PAIRS = "16 nibbles x 256 absmax, with tiny and huge scales"
+FLAT = "a weight that is passed as [1, n]"
 
 
-@pytest.fixture(scope="module")
-def found_cases(nf4, device):
-    """{name: [(weight, QuantState), ...]} of the page's cases."""
+def test_no_case_is_forgotten(nf4, device, monkeypatch):
+    """On a GPU, too: there the shapes are the challenge's own."""
     found = {}
     for name, *case in nf4.cases(device):
         found.setdefault(name, []).append(case)
-    return found
-
-
-def test_no_case_is_forgotten(found_cases):
-    assert list(found_cases) == [
-        "the challenge's shapes, and ragged ones", FLAT, PAIRS, BLOCKS, ODD
-    ]  # fmt: skip
+    assert len(found) == 6
     three = {torch.float16, torch.bfloat16, torch.float32}
-    for made in found_cases.values():
+    for made in found.values():
         assert {state.dtype for _, state in made} == three
-    assert all(len(weight) == 1 for weight, _ in found_cases[FLAT])
+    assert all(len(weight) == 1 for weight, _ in found[FLAT])
+    assert {s.offset.dtype for _, s in found["an offset in fp16 or bf16"]} == set(DTYPES.values())
+    for _, state in found["shapes whose last program is not whole"]:
+        assert state.shape.numel() % (nf4.WORDS * 8) > 0
     sizes = (32, 64, 128, 256, 512, 1024, 2048, 4096)
     every = {(dtype, size, nested) for dtype in three for size in sizes for nested in (True, False)}
-    for name in (BLOCKS, ODD):
-        found = {(state.dtype, state.blocksize, state.nested) for _, state in found_cases[name]}
-        assert found == every
-    assert all(weight.data_ptr() % 2 == 1 for weight, _ in found_cases[ODD])
+    assert {(s.dtype, s.blocksize, s.nested) for _, s in found[BLOCKS]} == every
+    shapes = []
+
+    def record(shape, dtype, device, *others, **how):
+        shapes.append((tuple(shape), dtype))
+        return quantized(shape if shape[0] < 999 else (64, 64), dtype, "cpu", *others, **how)
+
+    quantized, combine = nf4.quantized, nf4.every_combination
+    monkeypatch.setattr(nf4, "quantized", record)
+    monkeypatch.setattr(
+        nf4, "every_combination", lambda dtype, device, factor: combine(dtype, "cpu")
+    )
+    assert len(list(nf4.cases("cuda"))) == 3 * (3 + 4 + 1 + 2 + 4 + 16)
+    assert {(shape, dtype) for shape in nf4.SHAPES for dtype in three} <= set(shapes)
 
 
-def test_every_nibble_meets_every_absmax_and_products_underflow_or_overflow(
-    nf4, device, found_cases
-):
+def test_every_nibble_meets_every_absmax_and_extreme_scales(nf4, device):
     n_zeros = n_infinite = 0
-    for weight, state in found_cases[PAIRS]:
-        rows = zip(state.absmax.tolist(), weight.view(256, -1).tolist())
-        seen = [(absmax, byte >> 4, byte & 15) for absmax, row in rows for byte in row]
-        assert len({(absmax, high) for absmax, high, _ in seen}) == 16 * 256
-        assert len({(absmax, low) for absmax, _, low in seen}) == 16 * 256
-        out = nf4.spec(weight, state)
-        n_zeros = max(n_zeros, int((out == 0).sum()))
-        n_infinite = max(n_infinite, int(out.isinf().sum()))
+    for name, weight, state in nf4.cases(device):
+        if name == PAIRS:
+            rows = zip(state.absmax.tolist(), weight.view(256, -1).tolist())
+            seen = [(absmax, byte >> 4, byte & 15) for absmax, row in rows for byte in row]
+            assert len({(absmax, high) for absmax, high, _ in seen}) == 16 * 256
+            assert len({(absmax, low) for absmax, _, low in seen}) == 16 * 256
+            out = nf4.spec(weight, state)
+            n_zeros = max(n_zeros, int((out == 0).sum()))
+            n_infinite = max(n_infinite, int(out.isinf().sum()))
     assert n_zeros > 256 * 64 // 2
     # No case overflows on a CPU, because Triton's interpreter warns of it.
     assert n_infinite > 256 * 64 // 2 if device == "cuda" else n_infinite == 0
@@ -403,6 +500,9 @@ def test_bits_are_compared_where_values_are_equal_or_no_numbers(nf4):
     for other in (y[:3], y.float(), y.view(2, 2)):
         with pytest.raises(AssertionError):
             nf4.bits_differing(x, other)
+
+
+# The compiled kernel, and the kernel alone
 
 
 SHUFFLE = "shfl.sync.idx.b32 %r41, %r39, %r40, 0x101f, -1;\n"
@@ -422,6 +522,7 @@ OTHER_PTX = {  # {what: (PTX, registers spilled, what the error names)}
     "a policy that no load uses": (PTX.replace("L1::evict_last.L2::cache_hint.", ""), 0, "evict_l"),
     "narrow stores": (PTX.replace("st.global.v4", "st.global.v2"), 0, "stores of 16 bytes"),
     "a read of shared memory": (PTX + "ld.shared.v4.b32 { }, [ %r9 ];", 0, "shared memory"),
+    "a store to shared memory": (PTX + "st.shared.v4.b32 [ %r9 ], { };", 0, "shared memory"),
     "an FMA": (PTX.replace("mul.rn", "fma.rn"), 0, "FMA.* found 1"),
     "a spill": (PTX, 1, "spilled registers, found 1"),
 }
@@ -435,72 +536,67 @@ def test_a_compiled_kernel_that_contradicts_the_page_is_refused(nf4, what):
         nf4.evidence(ptx, n_spills)
 
 
-# The kernel alone
+@pytest.mark.parametrize("are_right", [True, False], ids=["", "Unsloth's bits are wrong"])
+def test_kernel_times_are_medians_in_microseconds(nf4, device, monkeypatch, capsys, are_right):
+    rounds, bytes_moved = {}, set()
 
+    def unsloth(weight, state, use_global_buffer):
+        assert use_global_buffer is True
+        seen.append("Unsloth")
+        return nf4.spec(weight, state) * (1 if are_right else 2)
 
-def test_kernel_times_are_medians_in_microseconds_of_each_dtype(nf4, device):
-    dtypes, rounds, bytes_moved = [], {}, set()
-
-    def unsloth(weight, state, out, use_global_buffer):
-        assert out is None and use_global_buffer is True
-        return nf4.spec(weight, state)
+    def launch(out, tensors, kind):
+        seen.append("ours")
+        bytes_moved.add(out.nbytes + tensors[0].nbytes + tensors[1].nbytes)
+        return launched(out, tensors, kind)
 
     def clock(job):
         """Return milliseconds, others in each round."""
-        name = {nf4.relaunch: "ours", unsloth: "Unsloth"}.get(job.func, "copy")
-        n = rounds[name] = rounds.get(name, -1) + 1
-        if name == "ours":
-            _, out, (weight, absmax, *_), _ = job.args
-            dtypes.append(out.dtype)
-            bytes_moved.add(out.nbytes + weight.nbytes + absmax.nbytes)
+        seen.clear()
+        result = job()
+        name = seen[0] if seen else "copy"
         if name == "copy":
-            bytes_moved.add(job.func.__self__.nbytes + job.args[0].nbytes)
-            assert job.func(*job.args) is job.func.__self__
+            bytes_moved.add(result.nbytes + job.args[0].nbytes)
+        n = rounds[name] = rounds.get(name, -1) + 1
         return {"ours": (1, 2, 6), "Unsloth": (3, 4, 5), "copy": (7, 8, 9)}[name][n % 3] / 1000
 
-    rows = nf4.time_kernels([(16, 64)], DTYPES.values(), unsloth, clock, device, rounds=3)
+    seen, launched = [], nf4.launch
+    monkeypatch.setattr(nf4, "unsloth_kernels", types.SimpleNamespace(fast_dequantize=unsloth))
+    monkeypatch.setattr(nf4, "launch", launch)
+    rows = nf4.time_kernels([(16, 64)], DTYPES.values(), clock, device, rounds=3)
+    us = {"ours": 2, "Unsloth": 4, "copy": 8}
+    if not are_right:
+        del us["Unsloth"]
+        assert "left out: Unsloth" in capsys.readouterr().out
     same = {"shape": "16 x 64", "weights": 1024}
-    us = {"ours_us": 2, "unsloth_us": 4, "copy_us": 8}
-    assert rows == [pytest.approx(same | {"dtype": name} | us) for name in DTYPES]
-    assert dtypes == [torch.float16] * 3 + [torch.bfloat16] * 3
+    assert rows == [
+        same | {"kernel": kernel, "dtype": dtype, "us": pytest.approx(each)}
+        for dtype in DTYPES
+        for kernel, each in us.items()
+    ]
     assert bytes_moved == {1024 // 2 + 1024 // 64 + 2 * 1024}
-
-
-def test_unsloths_kernel_is_not_timed_with_wrong_bits(nf4, device):
-    def wrong(weight, state, out, use_global_buffer):
-        return nf4.spec(weight, state).neg()
-
-    with pytest.raises(ValueError, match="expected the same bits from Unsloth's kernel"):
-        nf4.time_kernels([(16, 64)], [torch.float16], wrong, pytest.fail, device)
 
 
 def kernel_rows():
     """Return rows as of time_kernels: bf16 takes twice as long; 8192 x 4096 is no challenge's."""
-    us = {"ours_us": 10.0, "unsloth_us": 20.0, "copy_us": 5.0}
+    us = {"ours": 10.0, "Unsloth": 20.0, "copy": 5.0}
+    weights = {"2048 x 8192": 16_777_216, "1024 x 4096": 4_194_304, "4096 x 14336": 58_720_256}
     rows = []
     for factor, dtype in ((1, "fp16"), (2, "bf16")):
-        for i, (shape, weights) in enumerate(SHAPES.items()):
-            row = {"shape": shape, "dtype": dtype, "weights": weights}
-            rows.append(row | {name: (i + 1) * factor * each for name, each in us.items()})
+        for i, shape in enumerate(MIX):
+            same = {"shape": shape, "dtype": dtype, "weights": weights[shape]}
+            rows += [same | {"kernel": name, "us": (i + 1) * factor * us[name]} for name in us]
     other = {"shape": "8192 x 4096", "dtype": "fp16", "weights": 33_554_432}
-    return [*rows, other | us]
+    return rows + [other | {"kernel": name, "us": us[name]} for name in us]
 
 
-def test_the_table_and_the_plot_of_kernels_show_the_record(nf4, shown):
-    record = {"kernels": kernel_rows(), "gpu": "Some GPU"}
-    nf4.show_kernels(record)
-    assert shown[0][1:3] == [
-        "shape | dtype | ours, µs | Unsloth, µs | copy, µs",
-        "2048 x 8192 | fp16 | 10.0 | 20.0 | 5.0",
-    ]
-    assert shown[0][7:] == ["4096 x 14336 | bf16 | 60.0 | 120.0 | 30.0"], "not 8192 x 4096"
-    axes = nf4.plot_bandwidth(record)
+def test_the_plot_shows_gigabytes_per_second(nf4):
+    axes = nf4.plot_bandwidth({"kernels": kernel_rows(), "gpu": "Some GPU"})
     lines = {line.get_label(): line.get_xydata() for line in axes.get_lines()[:3]}
     # By weights: 4,194,304 in 20 µs, 16,777,216 in 10, 33,554,432 in 10, 58,720,256 in 30 of ours;
     # 2.515625 bytes a weight
     ours = [527.5648, 4220.5184, 8441.0368, 4923.938133]
-    names = {"ours": 1, "Unsloth's kernel": 1 / 2, "a copy of as many bytes": 2}
-    for name, factor in names.items():
+    for name, factor in {"ours": 1, "Unsloth": 1 / 2, "copy": 2}.items():
         weights, gb_per_s = lines[name].T.tolist()
         assert weights == [4_194_304, 16_777_216, 33_554_432, 58_720_256]
         assert gb_per_s == pytest.approx([factor * rate for rate in ours])
@@ -512,7 +608,12 @@ def test_kernels_and_bytes_beyond_the_output_are_told(nf4, monkeypatch):
 
     def call():
         allocated[0] += 64 + 7  # an output of 64 bytes, and 7 bytes that were freed again
-        for device, name in (("CPU", "a helper"), ("CUDA", "a kernel"), ("CUDA", "a fill")):
+        for device, name in (
+            ("CPU", "helper"),
+            ("CUDA", "kernel"),
+            ("CUDA", "fill"),
+            ("CUDA", "fill"),
+        ):
             device_type = types.SimpleNamespace(name=device)
             ran.append(types.SimpleNamespace(name=name, device_type=device_type))
         return torch.ones(16)
@@ -524,76 +625,100 @@ def test_kernels_and_bytes_beyond_the_output_are_told(nf4, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited_for.extend(ran))
     seen = nf4.observe(call, lambda: allocated[0], profile)
-    assert seen == {"kernels": ["a kernel", "a fill"], "output_bytes": 64, "extra_bytes": 7}
+    assert seen == {"kernels": ["kernel", "fill", "fill"], "output_bytes": 64, "extra_bytes": 7}
 
 
 # Where the time goes, and the estimate
 
 
-def known_race():
-    """Return rows as of the race for kernel_rows: a call's CPU time is 100 µs times its rank."""
-    kernel_us = {"fp16": (10.0, 20.0, 30.0), "bf16": (20.0, 40.0, 60.0)}
+def known_parts(nf4, *left_out):
+    """Return the parts of a race for kernel_rows: a call's CPU time is 100 µs times its rank."""
     ranks = {"ours": 1, "floor": 0.5, "Unsloth": 3, "Unsloth, buffer": 2, "three launches": 4}
     rows = []
-    for dtype, ours_us in kernel_us.items():
-        for contender, rank in ranks.items():
-            factor = 1 if contender in ("ours", "floor") else 2
-            factor *= 2.765625 / 2.515625 if contender == "three launches" else 1
-            us = [factor * each + 100 * rank for each in ours_us]
-            rows.append({"dtype": dtype, "contender": contender, "us": us})
-    return rows
+    for contender in set(ranks) - set(left_out):
+        factor = 1 if contender in ("ours", "floor") else 2
+        factor *= 2.765625 / 2.515625 if contender == "three launches" else 1
+        for shape, ours_us in zip(MIX, (10, 40, 60)):
+            us = factor * ours_us + 100 * ranks[contender]
+            rows.append({"dtype": "mix", "contender": contender, "shape": shape, "us": us})
+            rows.append({"dtype": "fp16", "contender": contender, "shape": shape, "us": 1e9})
+    return nf4.parts(kernel_rows(), rows)
 
 
 def test_a_call_is_its_kernel_and_cpu_time_over_the_mix(nf4):
     """The mix is the first shape in fp16 and the others in bf16: 10, 40 and 60 µs of ours."""
     ours_us, theirs_us = 110 / 3, 220 / 3
-    found = nf4.parts(kernel_rows(), known_race())
+    split_us = theirs_us * 2.765625 / 2.515625
+    found = {row["contender"]: (row["kernel_us"], row["cpu_us"]) for row in known_parts(nf4)}
+    assert list(found) == ["Unsloth", "ours", "floor", "Unsloth, buffer", "three launches"]
     assert found == {
         "ours": pytest.approx((ours_us, 100)),
         "floor": pytest.approx((ours_us, 50)),
         "Unsloth": pytest.approx((theirs_us, 300)),
         "Unsloth, buffer": pytest.approx((theirs_us, 200)),
-        "three launches": pytest.approx((theirs_us * 2.765625 / 2.515625, 400)),
+        "three launches": pytest.approx((split_us, 400)),
     }
 
 
-def test_the_chart_has_a_bar_for_each_contender_in_the_texts_order(nf4):
-    axes = nf4.plot_parts({"kernels": kernel_rows(), "race": known_race(), "gpu": "Some GPU"})
+def test_the_chart_has_a_bar_for_each_contender(nf4):
+    axes = nf4.plot_parts({"parts": known_parts(nf4), "gpu": "Some GPU"})
     labels = [each.get_text() for each in axes.get_yticklabels()]
     assert labels == ["Unsloth", "ours", "floor", "Unsloth, buffer"] and axes.yaxis_inverted()
     cpu, kernel = axes.containers
     assert [bar.get_width() for bar in cpu] == pytest.approx([300, 100, 50, 200])
     assert [3 * bar.get_width() for bar in kernel] == pytest.approx([220, 110, 110, 220])
     assert [bar.get_x() for bar in kernel] == pytest.approx([300, 100, 50, 200])
-    legend = [each.get_text() for each in axes.get_legend().get_texts()]
-    assert legend == ["CPU time", "kernel"]
 
 
-ESTIMATE = [  # worked out by hand: published_s, share, factor, Unsloth's seconds, ours
-    (3.714, 1.0, 0.266397, 3.225206, 2.745690),
-    (3.714, 0.9, 0.181367, 3.274062, 2.947600),
-    (3.714, 0.8, 0.075080, 3.335132, 3.199988),
-    (4.116, 1.0, 0.378064, 3.526706, 2.846190),
-    (4.116, 0.9, 0.293034, 3.575562, 3.048100),
-    (4.116, 0.8, 0.186747, 3.636632, 3.300488),
+ESTIMATE = [  # worked out by hand: published_s, share, factor, ours, over Unsloth
+    (3.714, 1.0, 0.266397, 2.745690, 3.225206 / 2.745690),
+    (3.714, 0.9, 0.181367, 2.947600, 3.274062 / 2.947600),
+    (3.714, 0.8, 0.075080, 3.199988, 3.335132 / 3.199988),
+    (4.116, 1.0, 0.378064, 2.846190, 3.526706 / 2.846190),
+    (4.116, 0.9, 0.293034, 3.048100, 3.575562 / 3.048100),
+    (4.116, 0.8, 0.186747, 3.300488, 3.636632 / 3.300488),
 ]
 
 
-def test_the_estimate_for_a_t4_is_the_formula_of_the_page(nf4, shown):
+def test_the_estimate_for_a_t4_is_the_formula_of_the_page(nf4):
     """9000 calls for 3000 times 79,691,776 weights; CPU times of 100, 300 and 400 µs a call."""
-    rows = nf4.estimate_t4(kernel_rows(), known_race())
+    rows = nf4.estimate_t4(known_parts(nf4))
     for row, expected in zip(rows, ESTIMATE, strict=True):
-        published_s, _, _, unsloth_s, ours_s = expected
-        names = ("published_s", "share", "factor", "unsloth_s", "ours_s")
+        names = ("published_s", "share", "factor", "ours_s", "over Unsloth")
         assert [row[name] for name in names] == pytest.approx(expected, abs=1e-6)
-        assert row["over"]["Unsloth"] == pytest.approx(unsloth_s / ours_s)
-        assert row["over"]["three launches"] == pytest.approx(published_s / ours_s)
-    assert rows[0]["over"]["Unsloth, buffer"] == pytest.approx(1.087321)
-    nf4.show_estimate({"kernels": kernel_rows(), "race": known_race(), "gpu": "Some GPU"})
-    columns = "published | speed | factor | Unsloth, s | ours, s | over Unsloth"
-    assert shown[0][1] == f"{columns} | over Unsloth, buffer | over three launches"
-    assert shown[0][2] == "3.714 s | 100% | 0.27 | 3.23 | 2.75 | 1.17 | 1.09 | 1.35"
-    assert len(shown[0]) == 2 + len(ESTIMATE)
+        assert row["over three launches"] == pytest.approx(expected[0] / expected[3])
+    assert rows[0]["over Unsloth, buffer"] == pytest.approx(1.087321)
+
+
+def test_the_estimate_says_what_is_reached_and_what_5_percent_do(nf4, monkeypatch, capsys):
+    monkeypatch.setattr(nf4, "display", mock.Mock())
+    parts = known_parts(nf4)
+    record = {"parts": parts, "estimate": nf4.estimate_t4(parts), "gpu": "Some GPU"}
+    nf4.show_estimate(record)
+    said = capsys.readouterr().out
+    # 1.1746, 1.1108, 1.0422, 1.2391, 1.1730, 1.1018
+    assert "of these 6 rows 5 reach 1.05, 5 reach 1.10, 3 reach 1.15." in said
+    # 5 % of the bytes' 2.506 s at full speed, and of 3.132 s at 80 %
+    assert (
+        f"5% more time there than Unsloth's, the speedups would be {3.335132 / 3.356592:.2f}"
+        in said
+    )
+    assert (
+        f"5% less time there than Unsloth's, the speedups would be {3.335132 / 3.043384:.2f}"
+        in said
+    )
+
+
+@pytest.mark.parametrize("contender", ["Unsloth", "three launches", "Unsloth, buffer", "floor"])
+def test_a_left_out_contender_ends_no_cell(nf4, monkeypatch, capsys, contender):
+    monkeypatch.setattr(nf4, "display", mock.Mock())
+    parts = known_parts(nf4, contender)
+    record = {"parts": parts, "estimate": nf4.estimate_t4(parts), "gpu": "Some GPU"}
+    nf4.plot_parts(record)
+    nf4.show_estimate(record)
+    is_needed = contender in ("Unsloth", "three launches")
+    assert ("There is no estimate" in capsys.readouterr().out) == is_needed
+    assert not any(f"over {contender}" in row for row in record["estimate"])
 
 
 # torch.compile
@@ -616,73 +741,51 @@ def test_a_function_that_was_not_compiled_is_told(nf4, mlps, monkeypatch, ok, to
         return function
 
     monkeypatch.setattr(torch, "compile", run_uncompiled)
-    results, compiled = nf4.compiled_once(lambda mlp: nf4.dequantize_bits(mlp, right), mlps)
-    assert compiled is False and len(results) == 6
+    assert nf4.compare_compiled(right, mlps) == (0, False)
 
 
-def break_the_graph(mlp):
+def test_wrong_weights_of_a_compiled_function_are_counted(nf4, mlps):
+    assert nf4.compare_compiled(right, mlps) == (0, True)
+    n_differing, is_compiled = nf4.compare_compiled(lambda layer: right(layer) + 100, mlps)
+    assert n_differing == 2 * 3 * 64 * 128 and is_compiled
+
+
+def test_on_a_gpu_inductor_compiles_anew(nf4, monkeypatch):
+    """Not what an earlier function left, and not by the compiler that is used on a CPU."""
+    compile_, reset = mock.Mock(side_effect=lambda function, **_: function), mock.Mock()
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(torch._dynamo, "reset", reset)
+    weight = types.SimpleNamespace(is_cuda=True)
+    mlp = types.SimpleNamespace(up_proj=types.SimpleNamespace(weight=weight), layers=tuple)
+    nf4.compare_compiled(right, [mlp])
+    assert compile_.call_args.kwargs == {"fullgraph": True, "backend": "inductor"}
+    assert reset.called
+
+
+def break_the_graph(layer):
     torch._dynamo.graph_break()
-    return [mlp.up_proj.weight + 1]
+    return right(layer)
 
 
-def depend_on_the_mlp(mlp):
-    return [mlp.up_proj.weight * getattr(mlp, "factor", 1)]
+def depend_on_the_layer(layer):
+    return right(layer) * getattr(layer, "factor", 1)
 
 
-@pytest.mark.parametrize("function", [break_the_graph, depend_on_the_mlp])
-def test_a_graph_break_or_a_recompilation_raises(nf4, mlps, function):
-    mlps[1].factor = 2
+@pytest.mark.parametrize("fx", [break_the_graph, depend_on_the_layer])
+def test_a_graph_break_or_a_recompilation_raises(nf4, mlps, fx):
+    mlps[1].up_proj.factor = 2
     with pytest.raises(RuntimeError, match="graph_break|recompil"):
-        nf4.compiled_once(function, mlps)
-
-
-# The cells that run on a GPU only
-
-
-LIBRARY_CALLS = """print len partial RuntimeError NAME.items call torch.cuda.get_device_name
-torch.cuda.get_device_capability torch.cuda.memory_stats""".split()
-STATEMENTS = r"""
-RECORD["kernels"] += rows
-RECORD["seconds"] = time.monotonic() - BEGAN
-path = Path("results") / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}.json"
-path.parent.mkdir(exist_ok=True)
-path.write_text(json.dumps(RECORD, indent=1) + "\n")
-"""
-ALLOWED = {ast.dump(statement) for statement in ast.parse(STATEMENTS).body}
-
-
-def nodes_below(node):
-    """Yield the node and all below it, except the statements that are allowed."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.stmt) or ast.dump(child) not in ALLOWED:
-            yield from nodes_below(child)
-
-
-def test_what_runs_on_a_gpu_only_calls_and_shows(nf4):
-    """Nothing is computed where no CPU can try it. What is called here is tested above."""
-    cells = [cell.source for cell in shared.code_cells()]
-    cells = [ast.parse(source) for source in cells if not shared.DEFINITION.match(source)]
-    nodes = [node for cell in cells for node in ast.walk(cell) if isinstance(node, ast.If)]
-    blocks = [node.body for node in nodes if "GPU" in ast.unparse(node.test)]
-    assert len(blocks) > 7
-    for node in nodes_below(ast.Module([part for body in blocks for part in body], [])):
-        is_right = not isinstance(node, (ast.AugAssign, ast.UnaryOp, ast.While))
-        if isinstance(node, ast.BinOp):
-            is_right = isinstance(node.op, ast.BitOr)  # of two dicts
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            is_ours = getattr(vars(nf4).get(name), "__module__", None) == nf4.__name__
-            is_right = is_ours or name in LIBRARY_CALLS
-        assert is_right, f"move it to a function: {ast.unparse(node)}"
+        nf4.compare_compiled(fx, mlps)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_all_contenders_have_right_bits(nf4, options, capsys, monkeypatch):
     monkeypatch.setattr(nf4, "unsloth_kernels", pytest.importorskip("unsloth.kernels.utils"))
     layers = [nf4.MLP(512, 1024).up_proj]
-    working = nf4.with_right_bits(nf4.CONTENDERS, layers, list(map(right, layers)))
-    nf4.launched.cache_clear()
+    expected = list(map(right, layers))
+    working = nf4.with_right_bits(nf4.CONTENDERS, layers, expected, ["Unsloth, buffer"])
+    nf4.tritons_plan.cache_clear()
+    nf4.known_launch.cache_clear()
     assert list(working) == list(nf4.CONTENDERS), capsys.readouterr().out
     monkeypatch.setattr(nf4, "trusted_dequantize", nf4.unsloth_dequantize)
     assert nf4.test_dequantize(nf4.your_dequantize_nf4, loops=3, options=options) > 0

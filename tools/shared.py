@@ -1,16 +1,22 @@
-"""What tests and tools share: the notebook's definition cells as a module, and the record."""
+"""What tests and tools share: the notebook's cells as a module, and the hash of what was measured.
+
+A cell that a line `#| export...` marks is a definition cell, which tests and tools load:
+
+    #| export          the kernel and the call, which become the module nf4_triton
+    #| export-harness  what measures and compares
+    #| export-display  tables and plots, which change no figure
+"""
 
 import ast
+import functools
 import hashlib
 import importlib
-import io
 import json
 import linecache
 import os
 import re
 import sys
 import time
-import tokenize
 import types
 from importlib import metadata
 from pathlib import Path
@@ -19,22 +25,12 @@ import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "nf4_triton.ipynb"
-DEFINITION = re.compile(r"(# @title .*\n)?# ?\| ?export")  # how a definition cell begins
-EXPORTED = re.compile(r"(# @title .*\n)?# ?\| ?export\s*$", re.M)  # of the module nf4_triton alone
-NEED_EXPORTED = ("training", "machine code")  # other kinds of entry need all of the cells
-FILES = {  # {kind of entry: the files whose code counts, beside the notebook's cells}
-    "run": (),
-    "training": ("nf4_integrations.py", "tools/training.py"),
-    "rehearsal": ("tools/t4.py",),
-    "machine code": ("tools/sm_75.py",),
-    "tests": ("nf4_integrations.py",),
-}
-COMMANDS = {  # {kind of entry: what makes a new one}
-    "run": "run the notebook on a GPU (README, Run it), then tools/record.py run/",
-    "training": "run tools/training.py training.json on a GPU, then tools/record.py training.json",
-    "rehearsal": "run tools/t4.py rehearse DIR on a GPU, then tools/record.py DIR/rehearsal.json",
-    "machine code": "run tools/sm_75.py --record sm_75.json, then tools/record.py sm_75.json",
-    "tests": "run pytest tests --tally tests.json on a GPU, then tools/record.py tests.json",
+MARK = re.compile(r"^# ?\| ?export(-harness|-display|)\s*$", re.M)
+MEASURED = {  # {kind of measurement: (the marks of cells, the files) whose code it measures}
+    "run": (("", "-harness"), ()),
+    "training": (("",), ("nf4_integrations.py", "tools/training.py")),
+    "rehearsal": (("", "-harness"), ("tools/t4.py",)),
+    "tests": (("", "-harness", "-display"), ("nf4_integrations.py", "tests/*.py")),
 }
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft")
 
@@ -45,22 +41,20 @@ def code_cells(notebook=None):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def definitions(name="nf4_triton"):
-    """Return (file name, source) of each definition cell, in order.
-
-    name  begins the file name, which tracebacks show
-    """
+def definitions(notebook=None):
+    """Return (mark, source, number among the code cells) of each definition cell, in order."""
     found = []
-    for i, cell in enumerate(code_cells()):
-        if DEFINITION.match(cell.source):
-            found.append((f"{name}, code cell {i}", cell.source))
+    for i, cell in enumerate(code_cells(notebook)):
+        mark = MARK.search(cell.source)
+        if mark:
+            found.append((mark[1], cell.source, i))
     return found
 
 
-def defining(what, name="nf4_triton"):
+def defining(what):
     """Return the source of the one definition cell that defines a function, class or constant."""
     begins = re.compile(rf"^((def|class) {what}\b|{what}\b.* = )", re.M)
-    found = [source for _, source in definitions(name) if begins.search(source)]
+    found = [source for _, source, _ in definitions() if begins.search(source)]
     if len(found) != 1:
         raise ValueError(f"one definition cell must define {what}, {len(found)} do")
     return found[0]
@@ -69,8 +63,8 @@ def defining(what, name="nf4_triton"):
 def load(name="nf4_triton"):
     """Return a module of this name made of the definition cells; `import` then finds it, too."""
     module = sys.modules[name] = types.ModuleType(name)
-    for file, source in definitions(name):
-        execute(source, file, vars(module))
+    for _, source, i in definitions():
+        execute(source, f"{name}, code cell {i}", vars(module))
     return module
 
 
@@ -89,40 +83,32 @@ def execute(source, file, namespace):
 
 
 def code_of(kind, notebook=None):
-    """Return the hash of the code that an entry of this kind measures.
+    """Return the hash of the code that a measurement of this kind measures.
 
-    Comments, docstrings and blank lines do not count. The cells are the notebook's, by default
-    NOTEBOOK's.
+    Comments, docstrings and the way of writing do not count. The cells are the notebook's, by
+    default NOTEBOOK's.
     """
-    sources = [cell.source for cell in code_cells(notebook)]
-    if kind in NEED_EXPORTED:
-        sources = [source for source in sources if EXPORTED.match(source)]
-    sources += [(ROOT / name).read_text(encoding="utf-8") for name in FILES[kind]]
-    code = "\n# the end of a cell or file\n".join(map(bare, sources))
+    marks, patterns = MEASURED[kind]
+    sources = [source for mark, source, _ in definitions(notebook) if mark in marks]
+    for pattern in patterns:
+        sources += [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(pattern))]
+    code = "\n# the next cell or file\n".join(map(bare, sources))
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
+@functools.cache
 def bare(source):
-    """Return the source without comments, docstrings and blank lines."""
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
-            node
-        ):
-            text = node.body[0]
-            lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    """Return the source as Python understands it: without comments, docstrings and layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body[0].value.value = ""
+    return ast.unparse(tree)
 
 
-def entry(kind, data, gpu=None):
-    """Return an entry for the record: what was measured here and now, with the code at hand.
-
-    gpu  the name of the GPU that was used, None if there was none
-    """
+def measurement(kind, data, gpu):
+    """Return what was measured here and now, with the code at hand, as a record keeps it."""
     cpu = re.search(r"model name\s*: *(\S.*)", Path("/proc/cpuinfo").read_text())
     versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
@@ -135,23 +121,10 @@ def entry(kind, data, gpu=None):
         "gpu": gpu,
         "host": f"{cpu[1] if cpu else 'unknown'}, {len(os.sched_getaffinity(0))} cores",
         "date": time.strftime("%Y-%m-%d"),
-        "code": code_of(kind),
         "versions": versions,
+        "code": code_of(kind),
         "data": data,
     }
-
-
-def entries():
-    """Return all entries of results/record.json, the oldest first."""
-    path = ROOT / "results" / "record.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-
-
-def current(kind, among=None):
-    """Return the entries of this kind that measured the present code, the oldest first."""
-    among = entries() if among is None else among
-    code = code_of(kind)
-    return [each for each in among if each["kind"] == kind and each.get("code") == code]
 
 
 def write(path, content):

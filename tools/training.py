@@ -1,31 +1,21 @@
-"""Times training by bitsandbytes and Unsloth as they are, and inside our contexts.
+"""Times a training step by bitsandbytes as it is, and inside `in_bitsandbytes()`.
 
-    python tools/training.py FILE    on a GPU, two minutes: writes an entry for tools/record.py
+    python tools/training.py FILE    on a GPU, two minutes: writes what tools/record.py takes in
 
-Models have random weights in NF4, PEFT's LoRA on all seven projections, and compute in bf16. Their
-QuantStates are in bf16, or in fp32, as layers made by default have them.
-
-* A training step of a Llama by bitsandbytes, and the same inside `in_bitsandbytes()`.
-* Unsloth's LoRA MLP, forward and backward, and the same inside `in_unsloth()`.
-
-The two of a row take turns, in a new random order each round. Nothing is written unless losses, or
-the MLP's output and gradients, have the same bits.
+The model is two layers of Llama-3-8B's size with random weights in NF4 and PEFT's LoRA on all seven
+projections, and computes in bf16. Its QuantStates are in bf16, or in fp32, as layers made by
+default have them. The two ways take turns, in a new random order each round.
 """
 
 import contextlib
-import json
-import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
-if sys.argv[1:2] == ["--mlps"]:
-    import unsloth  # noqa: F401  wants to be imported before transformers and peft
 import bitsandbytes
 import shared
 import torch
@@ -35,11 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2}
 LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
-STATES = (torch.bfloat16, torch.float32)
+NAME = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # the dtypes of QuantStates
 TOKENS = ((2, 1024), (1, 256))  # sequences, and of each
-MLP_TOKENS = (256, 2048)
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-NAME = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def build(sizes, device, state=torch.bfloat16):
@@ -67,34 +55,6 @@ def adapters_of(module):
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def measure(what, step, context, rounds):
-    """Return the row {**what, stock_ms, ours_ms} of a step as it is, and inside the context.
-
-    The times are medians of the rounds. The context is entered outside the clock, as a training
-    enters it once. Ends the program where the tensors that the step returns differ in their bits.
-    """
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    contexts = {"stock_ms": contextlib.nullcontext, "ours_ms": context}
-    for _ in range(3):  # the first makes plans
-        results = []
-        for open_context in contexts.values():
-            with open_context():
-                results.append([tensor.cpu() for tensor in step()])
-        for stock, ours in zip(*results, strict=True):
-            if not torch.equal(stock, ours) or not stock.isfinite().all():
-                raise SystemExit(f"{what}: results differ, or are not finite: nothing was written")
-    times = {name: [] for name in contexts}
-    for _ in tqdm(range(rounds), " ".join(what.values()), disable=None):
-        for name in random.sample(list(contexts), 2):
-            with contexts[name]():
-                wait()
-                began = time.perf_counter()
-                step()
-                wait()
-                times[name].append((time.perf_counter() - began) * 1e3)
-    return what | {name: statistics.median(ms) for name, ms in times.items()}
-
-
 def train(model, optimizer, ids):
     """Make a training step; return [its loss]."""
     optimizer.zero_grad()
@@ -104,59 +64,57 @@ def train(model, optimizer, ids):
     return [loss.detach()]
 
 
-def measure_llamas(context, device, sizes=LLAMA_8B, tokens=TOKENS, rounds=60):
-    rows = []
-    for state in STATES:
-        model = build(sizes, device, state)
-        optimizer = torch.optim.AdamW(adapters_of(model), lr=0.0)  # so each step is the first
-        for shape in tokens:
-            ids = torch.randint(512, shape, device=device)
-            what = {"model": "2 layers of Llama-3-8B's size, LoRA", "state": NAME[state]}
-            what["tokens"] = f"{shape[0]} x {shape[1]}"
-            rows.append(measure(what, partial(train, model, optimizer, ids), context, rounds))
-    return rows
+def compare(step, contexts, nf4):
+    """Run the step in both contexts; end the program unless results and their makers are right."""
+    results = []
+    for name, context in contexts.items():
+        with mock.patch.object(nf4, "dequantize_nf4", wraps=nf4.dequantize_nf4) as ours, context():
+            results.append([tensor.cpu() for tensor in step()])
+        if ours.called != (name == "ours_ms"):
+            raise SystemExit(f"ours ran {ours.call_count} times for {name}: nothing was written")
+    for stock, ours in zip(*results, strict=True):
+        if not torch.equal(stock, ours) or not stock.isfinite().all():
+            raise SystemExit("results differ, or are not finite: nothing was written")
 
 
-def measure_mlps(context, device, rounds=150):
-    from unsloth.kernels import fast_lora
+def measure(step, context, nf4, rounds=60):
+    """Return {stock_ms, ours_ms} of a step: medians of the rounds, as it is and in the context.
 
-    sizes = LLAMA_8B | {"num_hidden_layers": 1}
-    mlp = build(sizes, device).get_submodule("base_model.model.model.layers.0.mlp")
-
-    def step(x, grad):
-        """Return [the output, the gradient of x, those of the adapters]."""
-        leaves = [x.detach().requires_grad_(), *adapters_of(mlp)]
-        out = fast_lora.apply_lora_mlp_swiglu(mlp, leaves[0], inplace=False)
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-    rows = []
-    for length in MLP_TOKENS:
-        shape = (1, length, sizes["hidden_size"])
-        x, grad = torch.randn(2, *shape, device=device, dtype=torch.bfloat16)
-        what = {"model": "Unsloth's LoRA MLP, 4096 x 14336", "state": "bf16"}
-        what["tokens"] = f"1 x {length}"
-        rows.append(measure(what, partial(step, x, grad), context, rounds))
-    return rows
+    The context is entered outside the clock, as a training enters it once.
+    """
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    contexts = {"stock_ms": contextlib.nullcontext, "ours_ms": context}
+    for _ in range(3):  # the first makes plans
+        compare(step, contexts, nf4)
+    times = {name: [] for name in contexts}
+    for _ in tqdm(range(rounds), "rounds", disable=None):
+        for name in random.sample(list(contexts), 2):
+            with contexts[name]():
+                wait()
+                began = time.perf_counter()
+                step()
+                wait()
+                times[name].append((time.perf_counter() - began) * 1e3)
+    return {name: statistics.median(ms) for name, ms in times.items()}
 
 
 def main(arguments):
-    if not arguments:
+    if len(arguments) != 1:
         raise SystemExit(__doc__)
     if not torch.cuda.is_available():
         raise SystemExit("Training steps are timed on a GPU, and there is none here.")
-    ours = shared.load_integrations()
-    path = Path(arguments[-1]).resolve()
-    if arguments[0] == "--mlps":  # in a process of its own: Unsloth changes transformers and peft
-        shared.write(path, measure_mlps(ours.in_unsloth, "cuda"))
-        return
-    rows = measure_llamas(ours.in_bitsandbytes, "cuda")
-    with tempfile.TemporaryDirectory() as folder:  # Unsloth writes files where it runs
-        command = [sys.executable, __file__, "--mlps", f"{folder}/rows.json"]
-        environment = os.environ | {"UNSLOTH_DISABLE_STATISTICS": "1"}
-        if subprocess.call(command, cwd=folder, env=environment):
-            raise SystemExit("Unsloth's MLPs failed, see above: nothing was written.")
-        rows += json.loads((Path(folder) / "rows.json").read_text())
-    shared.write(path, shared.entry("training", rows, torch.cuda.get_device_name()))
+    in_bitsandbytes = shared.load_integrations().in_bitsandbytes
+    rows = []
+    for state, name in NAME.items():
+        model = build(LLAMA_8B, "cuda", state)
+        optimizer = torch.optim.AdamW(adapters_of(model), lr=0.0)  # so each step is the first
+        for shape in TOKENS:
+            ids = torch.randint(512, shape, device="cuda")
+            step = partial(train, model, optimizer, ids)
+            row = {"state": name, "tokens": f"{shape[0]} x {shape[1]}"}
+            rows.append(row | measure(step, in_bitsandbytes, sys.modules["nf4_triton"]))
+    measured = shared.measurement("training", rows, torch.cuda.get_device_name())
+    shared.write(Path(arguments[0]), measured)
 
 
 if __name__ == "__main__":
