@@ -22,13 +22,14 @@ def in_bitsandbytes():
     """Return a context in which bitsandbytes dequantizes NF4 weights with nf4_triton.
 
     These are its backward passes, and on a GPU the forward passes that its fused kernel does not
-    take. Results have the same bits, shapes and dtypes as without the context. What nf4_triton
-    refuses, FP4 for example, bitsandbytes dequantizes itself.
+    take. Results have the same bits, shapes and dtypes as without the context (but on a CPU, where
+    bitsandbytes errs for odd shapes). What nf4_triton refuses, FP4 for example, bitsandbytes
+    dequantizes itself.
 
     All threads see the context, until the last such context ends. A compiled function asks at each
     call whether one is open; its backward pass then does what its forward pass was compiled for.
-    A program that is exported or traced in the context calls bitsandbytes' functions (if exported
-    with strict=True, from torch 2.11 on); a CUDA graph that is captured there keeps our kernel.
+    What torch.export or torch.jit.trace make in the context calls bitsandbytes' functions (with
+    strict=True, from torch 2.11 on); a CUDA graph that is captured there keeps our kernel.
     """
     return opened(BITSANDBYTES, find_in_bitsandbytes)
 
@@ -146,7 +147,7 @@ def make_product(original):
         bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None,
     ):  # fmt: skip
         weight = None
-        if BITSANDBYTES.is_open and quant_type == "nf4" and len(shapeB) == 2:
+        if BITSANDBYTES.is_open and quant_type == "nf4":
             shape = torch.Size(shapeB)  # a list has no hash, and would find no plan
             state = bnb.QuantState(absmax, shape, None, blocksize, quant_type, A.dtype)
             if absmax_8bit is not None:

@@ -319,6 +319,11 @@ class Planned:
 
     def __init__(self, nf4, device, patch):
         self.nf4, self.device, self.patch = nf4, device, patch
+        self.install()
+
+    def install(self):
+        """Put the stand-ins and the counters into the module, over what its cells define."""
+        nf4, patch = self.nf4, self.patch
         if not GPU:
             PlansOnCPU(nf4, patch)
         self.n_by_operator = self.n_trials = 0
@@ -355,7 +360,7 @@ class Planned:
         shared.execute(source.replace(text, replacement), f"{name} again", vars(self.nf4))
         if not GPU:
             let_the_interpreter_run_assembly(self.nf4)
-        self.__init__(self.nf4, self.device, self.patch)
+        self.install()
 
     def made(self, seed=0, dtype=torch.float16, shape=(32, 64), **how):
         """Return a layer that was never called."""

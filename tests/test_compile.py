@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from unittest import mock
 
 import helpers
 import pytest
@@ -60,16 +59,6 @@ def test_a_compiled_weight_of_one_byte_keeps_its_shape(planned):
         assert [out.shape for out in outs] == [(1, 2), (1, 2)]
         for out in outs:
             planned.assert_right(out, layer)
-
-
-def test_the_operator_gets_a_plain_tensor_of_a_compiled_parameter(planned):
-    """Params4bit.__torch_function__ would make each access to it slow."""
-    body = mock.Mock(wraps=planned.nf4.run_operator)
-    planned.patch.setattr(planned.nf4, "run_operator", body)
-    layer = planned.made()
-    layer.weight = torch.nn.Parameter(layer.weight, requires_grad=False)
-    compiled(planned.nf4.dequantize_nf4)(layer.weight, layer.quant_state)
-    assert type(body.call_args.args[0]) is torch.Tensor
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "nested_compile_region"), reason="needs torch 2.8")
@@ -204,18 +193,6 @@ def test_compiled_code_follows_an_edit(copied, what):
         copied.run_again("_dequantize_nf4_kernel")
         assert nf4.bits_differing(function(layer.weight), before) == 0
         assert copied.n_trials == 1, "the kernel was not compiled into the function"
-
-
-def test_a_compiler_follows_an_edit_of_the_fake_body(copied):
-    layer, nf4 = copied.made(shape=(64, 64)), copied.nf4
-    edit = "def run_fake(*given, run=run_fake):\n    return run(*given).t()\n"
-    shapes = []
-    for source in ("", edit):
-        shared.execute(source, "edited run_fake", vars(nf4))
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            out = nf4.dequantize_nf4(layer.weight.view(32, 64), layer.quant_state)
-            shapes.append(out.stride())
-    assert shapes == [(64, 1), (1, 64)]
 
 
 def test_every_cell_of_the_call_can_run_again(copied):

@@ -5,7 +5,6 @@ import functools
 import importlib
 import inspect
 import multiprocessing
-import pickle
 import re
 import sys
 import types
@@ -204,16 +203,8 @@ def with_another_default(
     return "theirs"
 
 
-def with_a_keyword(
-    A, B, shapeB, absmax, blocksize, quant_type,
-    bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None, *, out=None,
-):  # fmt: skip
-    return "theirs"
-
-
 UNKNOWN = {
     "another default": with_another_default,
-    "a keyword-only argument": with_a_keyword,
     "a signature that inspect cannot read": torch.add,
 }
 
@@ -320,7 +311,7 @@ def test_a_child_keeps_the_context_that_it_inherits(integrations, is_reloaded):
         pool.submit(integrations.LOCK.acquire).result()
         try:
             child.start()
-            child.join(20)
+            child.join(5)
             exit_status = child.exitcode
         finally:
             child.kill()
@@ -342,29 +333,6 @@ def test_a_context_survives_the_module_that_is_loaded_again(nf4, integrations, h
             pass
         assert bnb.functional.dequantize_4bit is not STOCK
     assert bnb.functional.dequantize_4bit is STOCK
-
-
-def test_a_replaced_function_is_inspected_and_pickled_as_stocks(integrations):
-    with integrations.in_bitsandbytes():
-        replaced = bnb.functional.dequantize_4bit
-        assert inspect.signature(replaced) == inspect.signature(STOCK)
-        pickled = pickle.dumps(replaced)
-    assert replaced is not STOCK and pickle.loads(pickled) is STOCK
-
-
-def test_a_layer_is_vmapped_and_differentiated_as_without_us(device, integrations, said):
-    layer = layer_of(device, rows=32).requires_grad_(False)
-    x = torch.randn(5, 3, 64, device=device, dtype=torch.bfloat16)
-    scale = torch.tensor(2.0, device=device)
-
-    def results():
-        yield torch.func.vmap(layer)(x)
-        yield torch.func.grad(lambda scale: (layer(x) * scale).float().sum())(scale)
-
-    expected = list(results())
-    with integrations.in_bitsandbytes():
-        assert_same(results(), expected)
-    assert said() == []
 
 
 @pytest.fixture

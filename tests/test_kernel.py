@@ -126,6 +126,17 @@ def test_each_weight_has_bitsandbytes_bits(nf4, device, make, dtype):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("n_weights", [15, 16])
+def test_a_weight_of_one_wide_element_may_have_any_stride(nf4, device, n_weights):
+    """Such a tensor has no gaps, whatever its strides are."""
+    weight, state = nf4.quantized((1, n_weights), torch.float16, device)
+    wide = torch.cat((weight.view(-1), weight.view(-1)))[:8].view(torch.int64)
+    weight = torch.stack((wide, wide), -1)[:, :1]
+    wanted = nf4.spec(weight, state).t()
+    assert_same_bits(nf4.dequantize_nf4(weight, state), wanted, weight, state)
+
+
+@pytest.mark.quick
 @each_dtype
 def test_the_table_is_nf4_whatever_the_state_says(nf4, device, dtype):
     """bitsandbytes' kernels do not read `code` either."""

@@ -136,7 +136,6 @@ def test_where_the_time_goes_is_as_the_text_says(run):
     cpu = {row["contender"]: row["cpu_us"] for row in run["parts"]}
     names = ("Unsloth", "kernel[grid]", "Triton's launcher", "ours", "floor")
     same, most, launcher, questions = (cpu[a] - cpu[b] for a, b in itertools.pairwise(names))
-    assert abs(same) < 0.25 * cpu["Unsloth"], "about the same"
     assert most > max(same, launcher, questions), "saves the most"
     assert launcher > 0 and questions > 0
     over = {row["over"]: row["mix"] for row in run["race_speedups"]}
@@ -145,10 +144,12 @@ def test_where_the_time_goes_is_as_the_text_says(run):
     assert 0.9 < about < 1.1, "about as fast as Unsloth into its buffer"
 
 
-def test_what_a_t4_may_miss_is_what_the_estimate_says(run):
-    """The first screen and README: any of the three steps; a few per cent move it as much."""
+def test_what_a_t4_may_miss_is_what_the_estimate_says(run, nf4):
+    """The first screen and README."""
     over = [row["over Unsloth"] for row in run["estimate"]]
     assert min(over) < 1.05 < max(over), "any of the three steps may be missed"
+    over = [row["over Unsloth"] for row in nf4.estimate_t4(run["parts"], slowness=1.05)]
+    assert min(over) < 1.01, "there might be no speedup at all"
 
 
 def test_the_memory_sets_the_pace_on_a_t4_by_the_count():

@@ -68,7 +68,8 @@ def digest(text):
 
 def outputs_of(notebook):
     """Return a digest of all that the notebook's code cells show."""
-    shown = [(cell.id, cell.execution_count, cell.outputs) for cell in shared.code_cells(notebook)]
+    cells = [cell for cell in shared.code_cells(notebook) if cell.execution_count]
+    shown = [(cell.id, cell.execution_count, cell.outputs) for cell in cells]
     return digest(json.dumps(shown, sort_keys=True))
 
 
@@ -81,14 +82,20 @@ def shown_run(notebook):
     return found[-1] if found else (None, None)
 
 
-def objections_to_outputs(notebook):
-    """Yield a sentence for each cell that failed, was not run, or was not run in order."""
-    for i, cell in enumerate(shared.code_cells(notebook), 1):
+def objections_to_outputs(notebook, is_new):
+    """Yield a sentence for each cell that failed, or was not run once, after those before it.
+
+    is_new  whether all cells must have been run; an edit may have added some that were not
+    """
+    n_run = 0
+    for cell in shared.code_cells(notebook):
         title = cell.source.splitlines()[0]
         if any(output.output_type == "error" for output in cell.outputs):
             yield f"this cell failed: {title}"
-        elif cell.execution_count != i:
-            yield f"this cell was not run once, after those before it: {title}"
+        elif cell.execution_count or cell.outputs or is_new:
+            n_run += 1
+            if cell.execution_count != n_run:
+                yield f"this cell was not run once, after those before it: {title}"
 
 
 def objections_to_data(kind, data):
@@ -132,7 +139,7 @@ def take_run(folder):
         raise SystemExit(f"{expected}: {COMMANDS['run']}.")
     run = read_json(paths[0])
     executed = nbformat.reads(json.dumps(read_json(folder / "nf4_triton.ipynb")), as_version=4)
-    wrong = list(objections_to_outputs(executed))
+    wrong = list(objections_to_outputs(executed, is_new=True))
     if not isinstance(run, dict) or "code" in run:
         wrong.append("its JSON is not the one that the notebook's last cell wrote")
     elif shown_run(executed) != (paths[0].name, digest(text_of(run))):
@@ -286,7 +293,7 @@ def rehearsal_table(record):
     data = record["rehearsal"]["data"]
     weights = {row["case"]: row["weights"] for row in data["compared"]}
     differing = sum(row["differing"] for row in data["compared"])
-    row = {"kernels compiled for sm_75": f"{data['kernels']}", "of them for another": "0"}
+    row = {"kernels, all compiled for sm_75": f"{data['kernels']}"}
     return [row | {"weights compared": f"{sum(weights.values()):,}", "differ": f"{differing}"}]
 
 
@@ -327,12 +334,12 @@ def objections_to_marks(page, readme):
                 yield f"{where} must have the marks {name}:start and {name}:end, each once"
 
 
-def faults(notebook, readme):
+def disagreements(notebook, readme):
     """Yield a sentence, with what to do, for all that does not agree."""
     page = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     lost = list(objections_to_marks(page, readme))
     yield from lost
-    yield from objections_to_outputs(notebook)
+    yield from objections_to_outputs(notebook, is_new=False)
     if notebook.metadata.get("outputs") != outputs_of(notebook):
         yield f"the notebook's outputs are not those that were taken in: {COMMANDS['run']}"
     record = record_of(notebook)
@@ -369,7 +376,7 @@ def main(arguments):
     match arguments:
         case ["check", *fresh] if fresh in ([], ["--fresh"]):
             readme = (shared.ROOT / "README.md").read_text(encoding="utf-8")
-            found = list(faults(notebook, readme))
+            found = list(disagreements(notebook, readme))
             if fresh:
                 found += stale(record_of(notebook))
             if found:

@@ -5,6 +5,8 @@ A cell that a line `#| export...` marks is a definition cell, which tests and to
     #| export          the kernel and the call, which become the module nf4_triton
     #| export-harness  what measures and compares
     #| export-display  tables and plots, which change no figure
+
+The cells before the first of them are the set-up. The others run what was defined.
 """
 
 import ast
@@ -27,9 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "nf4_triton.ipynb"
 MARK = re.compile(r"^# ?\| ?export(-harness|-display|)\s*$", re.M)
 MEASURED = {  # {kind of measurement: (the marks of cells, the files) whose code it measures}
-    "run": (("", "-harness"), ()),
+    "run": (("", "-harness", "run"), ()),
     "training": (("",), ("nf4_integrations.py", "tools/training.py")),
-    "rehearsal": (("", "-harness"), ("tools/t4.py",)),
+    "rehearsal": (("", "-harness", "run"), ("tools/t4.py",)),
     "tests": (("", "-harness", "-display"), ("nf4_integrations.py", "tests/*.py")),
 }
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft")
@@ -41,20 +43,29 @@ def code_cells(notebook=None):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def definitions(notebook=None):
-    """Return (mark, source, number among the code cells) of each definition cell, in order."""
-    found = []
+def marked_cells(notebook=None):
+    """Return (mark, source, number among the code cells) of each code cell, in order.
+
+    The mark is what follows `#| export`, "set-up" before the first such cell, "run" after it.
+    """
+    found, other = [], "set-up"
     for i, cell in enumerate(code_cells(notebook)):
         mark = MARK.search(cell.source)
-        if mark:
-            found.append((mark[1], cell.source, i))
+        other = "run" if mark else other
+        found.append((mark[1] if mark else other, cell.source, i))
     return found
+
+
+def definitions():
+    """Return (source, number among the code cells) of each definition cell, in order."""
+    found = marked_cells()
+    return [(source, i) for mark, source, i in found if mark not in ("set-up", "run")]
 
 
 def defining(what):
     """Return the source of the one definition cell that defines a function, class or constant."""
     begins = re.compile(rf"^((def|class) {what}\b|{what}\b.* = )", re.M)
-    found = [source for _, source, _ in definitions() if begins.search(source)]
+    found = [source for source, _ in definitions() if begins.search(source)]
     if len(found) != 1:
         raise ValueError(f"one definition cell must define {what}, {len(found)} do")
     return found[0]
@@ -63,7 +74,7 @@ def defining(what):
 def load(name="nf4_triton"):
     """Return a module of this name made of the definition cells; `import` then finds it, too."""
     module = sys.modules[name] = types.ModuleType(name)
-    for _, source, i in definitions():
+    for source, i in definitions():
         execute(source, f"{name}, code cell {i}", vars(module))
     return module
 
@@ -89,7 +100,7 @@ def code_of(kind, notebook=None):
     default NOTEBOOK's.
     """
     marks, patterns = MEASURED[kind]
-    sources = [source for mark, source, _ in definitions(notebook) if mark in marks]
+    sources = [source for mark, source, _ in marked_cells(notebook) if mark in marks]
     for pattern in patterns:
         sources += [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(pattern))]
     code = "\n# the next cell or file\n".join(map(bare, sources))
