@@ -58,7 +58,8 @@ def tally(stats):
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     path = config.getoption("--tally")
-    if path and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist, which has a part of the tests
+    if path and not is_worker and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         data = {"GPUs": torch.cuda.device_count()} | tally(terminalreporter.stats)
         gpu = torch.cuda.get_device_name() if GPU else None
         shared.write(path, shared.measurement("tests", data, gpu))

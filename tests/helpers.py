@@ -297,8 +297,9 @@ class PlansOnCPU:
 
     @contextlib.contextmanager
     def on_stream(self, stream):
+        assert CURRENT.device is None, "torch.cuda.stream makes a context on the current GPU, too"
         before = vars(CURRENT).copy()
-        CURRENT.device, CURRENT.stream = None, stream
+        CURRENT.stream = stream
         yield
         vars(CURRENT).update(before)
 

@@ -583,6 +583,16 @@ def test_a_compiled_kernel_that_contradicts_the_page_is_refused(nf4, what):
         nf4.evidence(ptx, n_spills)
 
 
+def test_the_kernel_that_is_timed_fills_its_output(nf4, device):
+    given = nf4.quantized((16, 64), torch.bfloat16, device)
+    tensors, kind = nf4.unpack(*given)
+    out = nf4.empty_output(given[0], kind)
+    job = nf4.as_compiled(out, tensors, kind)
+    out.zero_()
+    job()
+    assert nf4.bits_differing(out, dequantize_4bit(*given)) == 0
+
+
 def test_a_kernels_time_is_a_median(nf4, monkeypatch):
     do_bench = mock.Mock(return_value=1.5)
     monkeypatch.setattr("triton.testing.do_bench", do_bench)
@@ -600,10 +610,9 @@ def test_kernel_times_are_medians_in_microseconds(nf4, device, monkeypatch, caps
         seen.append("Unsloth")
         return nf4.spec(weight, state) * (1 if are_right else 2)
 
-    def launch(out, tensors, kind):
-        seen.append("ours")
+    def as_compiled(out, tensors, kind):
         bytes_moved.add(out.nbytes + tensors[0].nbytes + tensors[1].nbytes)
-        return launched(out, tensors, kind)
+        return lambda: seen.append("ours")
 
     def clock(job):
         """Return milliseconds, others in each round."""
@@ -615,9 +624,9 @@ def test_kernel_times_are_medians_in_microseconds(nf4, device, monkeypatch, caps
         n = rounds[name] = rounds.get(name, -1) + 1
         return {"ours": (1, 2, 6), "Unsloth": (3, 4, 5), "copy": (7, 8, 9)}[name][n % 3] / 1000
 
-    seen, launched = [], nf4.launch
+    seen = []
     monkeypatch.setattr(nf4, "unsloth_kernels", types.SimpleNamespace(fast_dequantize=unsloth))
-    monkeypatch.setattr(nf4, "launch", launch)
+    monkeypatch.setattr(nf4, "as_compiled", as_compiled)
     rows = nf4.time_kernels([(16, 64)], DTYPES.values(), clock, device, rounds=3)
     us = {"ours": 2, "Unsloth": 4, "copy": 8}
     if not are_right:

@@ -255,6 +255,12 @@ def test_other_runs_of_earlier_code_are_counted(tmp_path, project):
     assert "Measured with earlier code" not in readme()
 
 
+def test_a_hash_is_the_same_in_each_python():
+    """Of the source's own text: Python 3.12 writes what it has parsed in another way than 3.11."""
+    source = '"""A docstring."""\n\nx = f"{a[\'b\']!r}" + (1)  # a comment\n'
+    assert shared.bare(source) == "x = f\"{a['b']!r}\" + (1)"
+
+
 def test_a_space_more_after_a_title_loses_no_cell(project):
     before = shared.code_of("run")
     edit_source("times", "# @title Kernel times", "# @title  Kernel times ")(project)

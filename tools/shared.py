@@ -13,12 +13,14 @@ import ast
 import functools
 import hashlib
 import importlib
+import io
 import json
 import linecache
 import os
 import re
 import sys
 import time
+import tokenize
 import types
 from importlib import metadata
 from pathlib import Path
@@ -96,7 +98,7 @@ def execute(source, file, namespace):
 def code_of(kind, notebook=None):
     """Return the hash of the code that a measurement of this kind measures.
 
-    Comments, docstrings and the way of writing do not count. The cells are the notebook's, by
+    Comments, docstrings and blank lines do not count. The cells are the notebook's, by
     default NOTEBOOK's.
     """
     marks, patterns = MEASURED[kind]
@@ -109,13 +111,21 @@ def code_of(kind, notebook=None):
 
 @functools.cache
 def bare(source):
-    """Return the source as Python understands it: without comments, docstrings and layout."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+    """Return the source's own lines, which any Python reads alike, but for comments, docstrings
+    and blank lines.
+    """
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             if ast.get_docstring(node, clean=False) is not None:
-                node.body[0].value.value = ""
-    return ast.unparse(tree)
+                text = node.body[0]
+                n_lines = text.end_lineno - text.lineno + 1
+                lines[text.lineno - 1 : text.end_lineno] = [""] * n_lines
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def measurement(kind, data, gpu):
