@@ -63,6 +63,7 @@ def test_the_challenges_constants_are_those_that_it_names(nf4):
     assert default(nf4.test_dequantize, "loops") == nf4.N_LOOPS == 1000
     assert default(nf4.test_dequantize, "dtype") is None, "each option in its own dtype"
     assert (default(nf4.race, "rounds"), default(nf4.race, "loops")) == (50, 100)
+    assert default(nf4.time_kernels, "rounds") == 9
     assert nf4.COPY_BYTES_PER_S == 240e9 and nf4.PUBLISHED_S == (3.714, 4.116)
     assert nf4.STEPS == (1.05, 1.10, 1.15)
     assert nf4.BYTES_PER_WEIGHT == 2.515625 and nf4.SPLIT_BYTES_PER_WEIGHT == 2.765625

@@ -226,6 +226,7 @@ ROWS = {
         # The challenge's test
         ("another shape", "(2048, 8192), (1024, 4096)", "(2048, 2048), (1024, 4096)", "constants"),
         ("ten loops", "loops=1000", "loops=10", "constants"),
+        ("one round of the clock", "rounds=9", "rounds=1", "constants"),
         ("seeds are ignored", "set_seed(option.seed)", "set_seed(0)", "options_seed"),
         ("wider tolerances", "check_stride=True,", "check_stride=True, rtol=5e-3, atol=5e-3,",
          "differ_are_refused"),

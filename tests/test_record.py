@@ -111,7 +111,7 @@ def test_what_was_taken_in_is_shown_and_agrees(tmp_path, project, capsys):
         "| today's Unsloth (2026.10.9) | 1.50 | 1.50 | 1.50 | 1.50 to 2.00 | 1.04 to 1.22 |",
         "mix, all 2 recorded runs | mix on a T4, estimated |",
         "with the GPU NVIDIA H200 and the host a host (torch 2.11.0, Triton 3.6.0, bitsandbytes",
-        "The other recorded runs were made on NVIDIA H100 with a host; with earlier code: 0.",
+        "Other recorded runs: 1, of which 0 with earlier code, made on NVIDIA H100 with a host.",
         "| bf16 | 1 x 256 | 3.00 | 2.00 | 1.50 |",
         "| 2 | 300 | 1 | 9 |",
     ):
@@ -251,7 +251,7 @@ def test_other_runs_of_earlier_code_are_counted(tmp_path, project):
     take_all(tmp_path, made_up_run("NVIDIA H100", 2.0))
     edit_source("race", "loops=100", "loops=99")(project)
     take_all(tmp_path / "again", made_up_run())
-    assert "on NVIDIA H100 with a host; with earlier code: 1." in readme()
+    assert "Other recorded runs: 1, of which 1 with earlier code, made on" in readme()
     assert "Measured with earlier code" not in readme()
 
 

@@ -276,9 +276,10 @@ def other_runs(record):
     others = [each for each in record["runs"].values() if each is not record["run"]]
     if not others:
         return ""
-    where = "; ".join(f"{each['gpu']} with {each['host']}" for each in others)
+    where = "; ".join(dict.fromkeys(f"{each['gpu']} with {each['host']}" for each in others))
     n_earlier = sum(each.get("code") != shared.code_of("run") for each in others)
-    return f" The other recorded runs were made on {where}; with earlier code: {n_earlier}."
+    counts = f"{len(others)}, of which {n_earlier} with earlier code"
+    return f" Other recorded runs: {counts}, made on {where}."
 
 
 def pipes_table(record):
