@@ -23,6 +23,7 @@ from bitsandbytes.functional import dequantize_4bit
 GPU = torch.cuda.is_available()
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 NAMES = ["fp16", "bf16", "fp32"]  # readable ids
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # what bitsandbytes quantizes with
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
 
 

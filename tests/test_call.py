@@ -264,7 +264,7 @@ def test_a_process_that_uses_gpu_1_makes_no_context_on_gpu_0():
 
 def all_kinds():
     """Yield (dtype, the offset's dtype, blocksize, state2.blocksize); plain: None and 0."""
-    sizes = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+    sizes = helpers.BLOCKSIZES
     yield from itertools.product(helpers.DTYPES, helpers.DTYPES, sizes, sizes)
     yield from itertools.product(helpers.DTYPES, [None], sizes, [0])
 

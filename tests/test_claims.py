@@ -7,12 +7,14 @@ assert what they find.
 
 import contextlib
 import inspect
+import itertools
 import random
 import re
 import types
 import weakref
 from unittest import mock
 
+import helpers
 import matplotlib
 import pytest
 import torch
@@ -467,7 +469,7 @@ PAIRS = "16 nibbles x 256 absmax, with tiny and huge scales"
 FLAT = "a weight that is passed as [1, n]"
 
 
-THREE = {torch.float16, torch.bfloat16, torch.float32}
+THREE = set(helpers.DTYPES)
 
 
 def test_no_case_is_forgotten(nf4, device):
@@ -481,8 +483,7 @@ def test_no_case_is_forgotten(nf4, device):
     assert {s.offset.dtype for _, s in found["an offset in fp16 or bf16"]} == set(DTYPES.values())
     for _, state in found["shapes whose last program is not whole"]:
         assert state.shape.numel() % (nf4.WORDS * 8) > 0
-    sizes = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-    every = {(dtype, size, nested) for dtype in THREE for size in sizes for nested in (True, False)}
+    every = set(itertools.product(THREE, helpers.BLOCKSIZES, (True, False)))
     assert {(s.dtype, s.blocksize, s.nested) for _, s in found[BLOCKS]} == every
 
 

@@ -101,8 +101,8 @@ UNSEEN_BY_PLANS = {  # the limits that the page states: a plan does not ask for 
         (ValueError, RuntimeError),
     ),
 }
-FAULTS = BY_UNPACK | BY_CHECK | FREED | UNSEEN_BY_PLANS
 SEEN_BY_PLANS = BY_UNPACK | BY_CHECK | FREED
+FAULTS = SEEN_BY_PLANS | UNSEEN_BY_PLANS
 
 
 def faulty(fault, weight, state):

@@ -15,11 +15,10 @@ import pytest
 import sanitize
 import shared
 import torch
-from helpers import DTYPES, assert_same_bits, each_dtype
+from helpers import BLOCKSIZES, DTYPES, assert_same_bits, each_dtype
 from hypothesis import strategies as st
 
 GPU = torch.cuda.is_available()
-BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 # Each case is made by a function of (nf4, dtype, device), and returns (weight, QuantState).

@@ -363,28 +363,19 @@ def test_what_is_interrupted_leaves_results_as_they_were(tmp_path, project, n_wr
 # The tools that measure.
 
 
-PART = ["-k a_space_more", "tests/test_errors.py"]
+PARTS = {"one file": ["tests/test_errors.py"], "some names": ["tests", "-k", "a_space_more"]}
 
 
-@pytest.mark.parametrize("part", PART)
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 def test_a_tally_of_a_part_of_the_tests_is_refused(tmp_path, part):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "--tally",
-        tmp_path / "t.json",
-    ]
-    if "tests/" not in part:
-        part = f"tests {part}"
-    done = subprocess.run([*command, *part.split()], cwd=ROOT, capture_output=True, text=True)
+    how = ["--collect-only", "-q", "--tally", tmp_path / "t.json"]
+    command = [sys.executable, "-m", "pytest", *part, *how]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "the tally must be of all tests" in done.stdout + done.stderr and done.returncode
     assert not (tmp_path / "t.json").exists()
 
 
-def test_a_tally_counts_errors_as_failures(pytestconfig):
+def test_a_tally_counts_errors_as_failures():
     import conftest
 
     stats = {"passed": [1, 2], "failed": [3], "error": [4], "skipped": [5], "warnings": [6]}
