@@ -61,28 +61,6 @@ def test_a_compiled_weight_of_one_byte_keeps_its_shape(planned):
             planned.assert_right(out, layer)
 
 
-@pytest.mark.skipif(not hasattr(torch.compiler, "nested_compile_region"), reason="needs torch 2.8")
-def test_a_region_that_is_compiled_once_for_four_layers_is_right(planned):
-    @torch.compiler.nested_compile_region
-    def product(x, layer):
-        return x @ planned.nf4.dequantize_nf4(layer.weight, layer.quant_state).t()
-
-    layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(4))
-    for seed, layer in enumerate(layers):
-        vars(layer).update(vars(planned.made(seed, shape=(64, 64))))
-
-    def model(x):
-        for layer in layers:
-            x = product(x, layer)
-        return x
-
-    x = torch.eye(64, dtype=torch.float16, device=planned.device)
-    wanted = x
-    for layer in layers:
-        wanted = wanted @ helpers.formula(layer.weight, layer.quant_state).t()
-    torch.testing.assert_close(compiled(model)(x), wanted)
-
-
 @pytest.mark.parametrize(
     "dtype, nested", [(torch.bfloat16, True), (torch.float32, False)], ids=["bf16", "fp32, plain"]
 )
@@ -171,8 +149,9 @@ def test_fake_tensors_get_fake_outputs(planned):
 
 
 INVERTED = """
-def run_operator(weight, *others, run=run_operator):
-    return run(~weight, *others)
+def run_operator(tensors, kind, run=run_operator):
+    weight, *tables = tensors
+    return run((~weight, *tables), kind)
 
 
 PLANS.clear()

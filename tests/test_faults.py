@@ -129,7 +129,8 @@ ROWS = {
          "symbolic or tracers or fake"),
         ("a compiled [1, n] is not transposed", "(weight.unsqueeze(-1), *",
          "(weight.view(-1), *", "1_by_n"),
-        ("the operator's body is fixed", "lambda *given: run_operator(*given)", "run_operator",
+        ("the operator's body is fixed", "lambda *args: run_operator(*split(*args))",
+         "(lambda run: lambda *args: run(*split(*args)))(run_operator)",
          "follows_an_edit"),
     ],
     ("nf4_integrations.py", "test_integrations.py"): [

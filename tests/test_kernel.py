@@ -308,6 +308,7 @@ def test_a_failure_names_the_weight_that_differs(nf4, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.longest
 @pytest.mark.skipif(not os.path.exists(sanitize.SANITIZER), reason="no compute-sanitizer")
 def test_the_sanitizer_finds_no_access_out_of_bounds_and_no_race():
     command = [sys.executable, shared.ROOT / "tools" / "sanitize.py"]
