@@ -111,7 +111,7 @@ def test_what_was_taken_in_is_shown_and_agrees(tmp_path, project, capsys):
         "| today's Unsloth (2026.10.9) | 1.50 | 1.50 | 1.50 | 1.50 to 2.00 | 1.04 to 1.22 |",
         "mix, all 2 recorded runs | mix on a T4, estimated |",
         "with the GPU NVIDIA H200 and the host a host (torch 2.11.0, Triton 3.6.0, bitsandbytes",
-        "Other recorded runs: 1, of which 0 with earlier code, made on NVIDIA H100 with a host.",
+        "Other recorded runs: 1, made on NVIDIA H100 with a host.",
         "| bf16 | 1 x 256 | 3.00 | 2.00 | 1.50 |",
         "| 2 | 300 | 1 | 9 |",
     ):

@@ -278,8 +278,8 @@ def other_runs(record):
         return ""
     where = "; ".join(dict.fromkeys(f"{each['gpu']} with {each['host']}" for each in others))
     n_earlier = sum(each.get("code") != shared.code_of("run") for each in others)
-    counts = f"{len(others)}, of which {n_earlier} with earlier code"
-    return f" Other recorded runs: {counts}, made on {where}."
+    earlier = f", of which {n_earlier} with earlier code" if n_earlier else ""
+    return f" Other recorded runs: {len(others)}{earlier}, made on {where}."
 
 
 def pipes_table(record):
