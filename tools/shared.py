@@ -18,6 +18,7 @@ import json
 import linecache
 import os
 import re
+import symtable
 import sys
 import time
 import tokenize
@@ -73,8 +74,23 @@ def defining(what):
     return found[0]
 
 
+def assigned(source):
+    """Return the names that a cell assigns: its functions, classes, constants and variables."""
+    symbols = symtable.symtable(source, "a cell", "exec").get_symbols()
+    return {each.get_name() for each in symbols if each.is_assigned() and not each.is_imported()}
+
+
 def load(name="nf4_triton"):
-    """Return a module of this name made of the definition cells; `import` then finds it, too."""
+    """Return a module of this name made of the definition cells; `import` then finds it, too.
+
+    Raises ValueError where a cell that runs takes a definition's name: in the notebook, all later
+    cells would then find something else there.
+    """
+    defined = set().union(*(assigned(source) for source, _ in definitions()))
+    for mark, source, i in marked_cells():
+        taken = assigned(source) & defined
+        if mark == "run" and taken:
+            raise ValueError(f"code cell {i} takes a definition's name: {', '.join(taken)}")
     module = sys.modules[name] = types.ModuleType(name)
     for source, i in definitions():
         execute(source, f"{name}, code cell {i}", vars(module))
