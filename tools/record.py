@@ -232,7 +232,7 @@ def origin(kind, measured):
     text = "Measured on {date} with the GPU {gpu} and the host {host}".format(**measured)
     text += f" ({', '.join(versions)})."
     if measured.get("code") != shared.code_of(kind):
-        text += " **Measured with earlier code; what was measured has been changed since.**"
+        text += " **Measured with earlier code.**"
     return text
 
 
