@@ -111,6 +111,15 @@ def test_colab_and_github_show_the_warps_picture():
     assert "(results/warp.png)" in README
 
 
+@pytest.mark.parametrize("name", ["differing", "median"], ids=["defined", "imported"])
+def test_a_cell_that_takes_a_definitions_name_is_refused(monkeypatch, name):
+    """In the notebook, all later calls would find something else there, and trials would fail."""
+    cells = [*shared.marked_cells(), ("run", f"{name} = 0", 99)]
+    monkeypatch.setattr(shared, "marked_cells", lambda: cells)
+    with pytest.raises(ValueError, match=f"^code cell 99 takes the name of .*: {name}$"):
+        shared.load("nf4_taken")
+
+
 # Sentences on the page that compare, against the run whose outputs the page shows.
 
 
@@ -131,6 +140,9 @@ def test_the_kernels_take_about_as_long_as_a_copy(run):
         ours, unsloth, copy = (us[name, shape, dtype] for name in ("ours", "Unsloth", "copy"))
         assert ours <= 1.06 * copy and ours <= 1.02 * unsloth
         assert unsloth <= 1.15 * copy, "a little longer"
+    rates = {row["shape"]: row["weights"] / row["us"] for row in run["kernels"]
+             if (row["kernel"], row["dtype"]) == ("ours", "fp16")}  # fmt: skip
+    assert rates["4096 x 14336"] > 0.8 * max(rates.values()), "nearly waits for the memory"
 
 
 def test_what_is_said_of_the_shown_run_holds_for_it(run):
@@ -151,6 +163,7 @@ def test_where_the_time_goes_is_as_the_text_says(run):
     assert most > max(same, launcher, questions), "saves the most"
     assert launcher > 0 and questions > 0
     over = {row["over"]: row["mix"] for row in run["race_speedups"]}
+    assert over["kernel[grid]"] >= over["Unsloth"], "launched in the usual way, no faster"
     assert over["Unsloth"] > 1.2 * over["Triton's launcher"] > 1.2, "still faster than Unsloth"
     about = over["Triton's launcher"] / over["Unsloth, buffer"]
     assert 0.9 < about < 1.1, "about as fast as Unsloth into its buffer"
@@ -160,6 +173,7 @@ def test_what_a_t4_may_miss_is_what_the_estimate_says(run, nf4):
     """The first screen and README."""
     over = [row["over Unsloth"] for row in run["estimate"]]
     assert min(over) < 1.05 < max(over), "any of the three steps may be missed"
+    assert all(over[i] < over[i + 3] for i in range(3)), "a longer published time gives more"
     over = [row["over Unsloth"] for row in nf4.estimate_t4(run["parts"], slowness=1.05)]
     assert min(over) < 1.01, "there might be no speedup at all"
 

@@ -74,25 +74,28 @@ def defining(what):
     return found[0]
 
 
-def assigned(source):
-    """Return the names that a cell assigns: its functions, classes, constants and variables."""
+def bound(source):
+    """Return (the names that a cell assigns or defines, those that it imports)."""
     symbols = symtable.symtable(source, "a cell", "exec").get_symbols()
-    return {each.get_name() for each in symbols if each.is_assigned() and not each.is_imported()}
+    imported = {each.get_name() for each in symbols if each.is_imported()}
+    return {each.get_name() for each in symbols if each.is_assigned()} - imported, imported
 
 
 def load(name="nf4_triton"):
     """Return a module of this name made of the definition cells; `import` then finds it, too.
 
-    Raises ValueError where a cell that runs takes a definition's name: in the notebook, all later
-    cells would then find something else there.
+    Raises ValueError where a cell that runs assigns a name that a definition cell defines or
+    imports: in the notebook, all later calls would find something else there.
     """
-    defined = set().union(*(assigned(source) for source, _ in definitions()))
+    cells = definitions()
+    needed = set().union(*(names for source, _ in cells for names in bound(source)))
     for mark, source, i in marked_cells():
-        taken = assigned(source) & defined
-        if mark == "run" and taken:
-            raise ValueError(f"code cell {i} takes a definition's name: {', '.join(taken)}")
+        assigned, _ = bound(source)
+        if mark == "run" and assigned & needed:
+            names = ", ".join(sorted(assigned & needed))
+            raise ValueError(f"code cell {i} takes the name of a definition: {names}")
     module = sys.modules[name] = types.ModuleType(name)
-    for source, i in definitions():
+    for source, i in cells:
         execute(source, f"{name}, code cell {i}", vars(module))
     return module
 
