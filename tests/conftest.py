@@ -1,6 +1,7 @@
 """Give all tests the notebook's definitions and a device; write the tally of a run on GPUs."""
 
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -98,6 +99,13 @@ def copied(device, monkeypatch):
     if not GPU:
         helpers.let_the_interpreter_run_assembly(nf4)
     return helpers.Planned(nf4, device, monkeypatch)
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A copy of the repository, without hidden files and what runs leave."""
+    ignored = shutil.ignore_patterns(".*", "run", "nf4_triton.py")
+    return shutil.copytree(shared.ROOT, tmp_path / "clone", ignore=ignored)
 
 
 @pytest.fixture(scope="session")

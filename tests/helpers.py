@@ -251,7 +251,7 @@ class PlansOnCPU:
         patch(
             "torch.cuda.current_stream", lambda: types.SimpleNamespace(cuda_stream=CURRENT.stream)
         )
-        patch("torch.cuda._sleep", lambda cycles: None)
+        patch(nf4, "_cuda_sleep", lambda cycles: None)
         patch("torch.cuda.is_current_stream_capturing", lambda: False)
         patch("torch.cuda.get_sync_debug_mode", lambda: 0)
 

@@ -8,9 +8,7 @@ import pytest
 import shared
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.flop_counter import FlopCounterMode
 
 GPU = torch.cuda.is_available()
 BACKEND = "inductor" if GPU else "aot_eager"  # which traces as Inductor does
@@ -121,31 +119,6 @@ def test_tracers_make_no_weight_constant(planned, how):
             planned.assert_right(traced(other.weight), other)
         planned.ran(layer)
     assert planned.ran(layer) == "plan", "a trace made its kind slow"
-
-
-def test_a_dispatch_mode_sees_the_operator(planned):
-    """With a plan and without."""
-    layer = planned.made()
-    for _ in range(3):
-        with FlopCounterMode(display=False):
-            assert planned.ran(layer) == "operator"
-    planned.ran(layer)
-    assert planned.ran(layer) == "plan"
-
-
-def test_fake_tensors_get_fake_outputs(planned):
-    layer, mode = planned.made(), FakeTensorMode(allow_non_fake_inputs=True)
-    fake = mode.from_tensor(layer.weight)
-    for n_plans in (0, 1):
-        outs = [planned.nf4.dequantize_nf4(fake, layer.quant_state)]
-        with mode:
-            outs.append(planned.dequantize(layer))
-            outs.append(planned.nf4.dequantize_nf4(layer.weight.t(), layer.quant_state).t())
-        for out in outs:
-            assert isinstance(out, type(fake)) and out.dtype == torch.float16
-            assert out.device == layer.weight.device and tuple(out.shape) == (32, 64)
-        assert planned.n_plans() == n_plans
-        planned.ran(layer)
 
 
 INVERTED = """

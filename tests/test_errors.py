@@ -179,16 +179,6 @@ def test_a_table_that_can_be_read_by_nobody_is_refused(nf4, device):
         nf4.dequantize_nf4(weight, state)
 
 
-def test_a_blocksize_of_64_point_0_gives_right_weights_or_an_error(planned):
-    layer = planned.layer_with_plan()
-    wanted = planned.dequantize(layer)
-    layer.quant_state.blocksize = 64.0
-    assert planned.nf4.bits_differing(planned.dequantize(layer), wanted) == 0
-    planned.nf4.PLANS.clear()
-    with pytest.raises(RuntimeError, match="blocksize.*float"):
-        planned.dequantize(layer)
-
-
 @pytest.mark.parametrize("has_state2", [True, False], ids=["state2 left over", "no state2"])
 def test_a_state_says_itself_whether_it_is_nested(planned, has_state2):
     """As bitsandbytes reads it: `nested` counts, and not what else a state holds."""

@@ -29,7 +29,7 @@ def made_up_run(gpu="NVIDIA H200", unsloth=1.5, **others):
     run = {"gpu": gpu, "host": "a host", "date": "2026-01-02", "versions": VERSIONS, "seconds": 9}
     run |= {"kernels": [], "official": [], "compared": COMPARED}
     run["race"] = [{"contender": "Unsloth", "dtype": each} for each in ("fp16", "bf16", "mix")]
-    run["official_speedups"] = [{"over": "ours", "mix": 1.0}, row | {"mix": unsloth + 1}]
+    run["official_speedups"] = [row | {"mix": unsloth + 1}]
     run["race_speedups"] = [row, row | {"over": "PEFT", "mix": 3.0}]
     run["estimate"] = [] if gpu == "Tesla T4" else [{"over Unsloth": 1.04}, {"over Unsloth": 1.22}]
     return run | others
@@ -52,14 +52,12 @@ TOOLS = {
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(clone, monkeypatch):
     """Return the folder of a copy of the project, without results."""
-    folder = tmp_path / "project"
-    ignored = shutil.ignore_patterns(".*", "run", "results", "__pycache__", "nf4_triton.py")
-    shutil.copytree(ROOT, folder, ignore=ignored)
-    monkeypatch.setattr(shared, "ROOT", folder)
-    monkeypatch.setattr(shared, "NOTEBOOK", folder / "nf4_triton.ipynb")
-    return folder
+    shutil.rmtree(clone / "results")
+    monkeypatch.setattr(shared, "ROOT", clone)
+    monkeypatch.setattr(shared, "NOTEBOOK", clone / "nf4_triton.ipynb")
+    return clone
 
 
 def write_run(folder, run):
