@@ -24,12 +24,14 @@ def in_bitsandbytes():
     These are its backward passes, and on a GPU the forward passes that its fused kernel does not
     take. Results have the same bits, shapes and dtypes as without the context (but on a CPU, where
     bitsandbytes errs for odd shapes). What nf4_triton refuses, FP4 for example, bitsandbytes
-    dequantizes itself.
+    dequantizes itself. But a field that is no tensor is an error, and in compiled code, so is what
+    does not fit together.
 
     All threads see the context, until the last such context ends. A compiled function asks at each
     call whether one is open; its backward pass then does what its forward pass was compiled for.
     What torch.export or torch.jit.trace make in the context calls bitsandbytes' functions (with
-    strict=True, from torch 2.11 on); a CUDA graph that is captured there keeps our kernel.
+    strict=True, from torch 2.11 on); a CUDA graph that is captured there, and what other tracers
+    make, keep our kernel.
     """
     return opened(BITSANDBYTES, find_in_bitsandbytes)
 
@@ -81,9 +83,9 @@ def replace(integration, found):
             ORIGINALS[stand_ins[key]] = original
         places.append((owner, name, stand_ins[key]))
     integration.places = [(owner, name) for owner, name, _ in places]
-    integration.is_open = True
     for owner, name, stand_in in places:
         setattr(owner, name, stand_in)
+    integration.is_open = True  # last: after an interruption, stand-ins call what they stand for
 
 
 def restore(integration):
@@ -230,7 +232,7 @@ class Integration:
 def renew_lock():
     """Make the lock anew: in a forked child, the thread that held it may be missing."""
     global LOCK
-    LOCK = threading.RLock()  # reentrant: a handler of the log may open a context
+    LOCK = threading.RLock()  # reentrant: garbage that is collected meanwhile may be a context
 
 
 if "LOCK" not in globals():  # a reload keeps all this, and contexts that are open

@@ -579,6 +579,7 @@ def test_a_new_shape_of_a_tried_kernel_waits_for_nobody(planned, why):
 
 RAISED = {
     "an earlier kernel's error": torch.AcceleratorError("CUDA error: an illegal memory access"),
+    "a timeout by a signal": TimeoutError(),
     "an interruption": KeyboardInterrupt(),
 }
 
@@ -635,6 +636,15 @@ def test_after_an_edit_the_new_code_is_tried_and_used(copied, what):
     copied.run_again(*EDITS[what])
     assert [copied.ran(layer) for _ in range(2)] == NEW_PLAN
     assert copied.n_trials == 1
+
+
+def test_another_count_of_words_gets_a_trial(copied):
+    """For one who tries what is faster: the count is compiled into the kernel."""
+    copied.layer_with_plan()
+    copied.patch.setattr(copied.nf4, "WORDS", 512)
+    layer = copied.made(shape=(256, 64))
+    assert [copied.ran(layer) for _ in range(2)] == NEW_PLAN
+    assert copied.n_trials == 2
 
 
 # Memory.

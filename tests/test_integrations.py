@@ -282,6 +282,25 @@ def test_the_last_context_of_several_puts_bitsandbytes_back(integrations, cuda_o
     assert bnb.functional.dequantize_4bit is STOCK and getattr(cuda_ops, PRODUCT) is product
 
 
+def test_after_an_interruption_while_it_opens_nothing_of_ours_runs(
+    given, integrations, n_ours, monkeypatch
+):
+    class Interrupted:
+        another = STOCK
+
+        def __setattr__(self, name, value):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bnb.functional, "dequantize_4bit", STOCK)  # puts it back after the test
+    places = [(bnb.functional, "dequantize_4bit"), (Interrupted(), "another")]
+    places = [(*place, integrations.make_dequantize_4bit) for place in places]
+    monkeypatch.setattr(integrations, "find_in_bitsandbytes", lambda: places)
+    with pytest.raises(KeyboardInterrupt), integrations.in_bitsandbytes():
+        pass
+    assert_same([bnb.functional.dequantize_4bit(*given)], [STOCK(*given)])
+    assert n_ours() == 0
+
+
 def test_an_error_in_the_last_context_puts_bitsandbytes_back(integrations):
     with pytest.raises(KeyError), integrations.in_bitsandbytes():
         raise KeyError
