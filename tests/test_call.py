@@ -478,9 +478,7 @@ def test_what_fails_is_said_once_and_all_calls_are_right(copied, caplog, what):
 
 
 def test_a_missing_private_function_is_said_once_for_all(copied, caplog):
-    """On a CPU, torch has none of those that make plans."""
-    if GPU:
-        copied.patch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    copied.patch.delattr(torch._C._dynamo.guards, "TensorGuards")
     copied.patch.setattr(torch.version, "cuda", "13.0")
     shared.execute(shared.defining("make_plan"), "make_plan again", vars(copied.nf4))
     for dtype in helpers.DTYPES:

@@ -10,6 +10,7 @@ The cells before the first of them are the set-up. The others run what was defin
 """
 
 import ast
+import dis
 import functools
 import hashlib
 import importlib
@@ -18,7 +19,6 @@ import json
 import linecache
 import os
 import re
-import symtable
 import sys
 import time
 import tokenize
@@ -75,10 +75,17 @@ def defining(what):
 
 
 def bound(source):
-    """Return (the names that a cell assigns or defines, those that it imports)."""
-    symbols = symtable.symtable(source, "a cell", "exec").get_symbols()
-    imported = {each.get_name() for each in symbols if each.is_imported()}
-    return {each.get_name() for each in symbols if each.is_assigned()} - imported, imported
+    """Return (the names that a cell assigns or defines, those that it imports).
+
+    They are read off its bytecode: to `symtable`, from Python 3.12 on, a comprehension's variable
+    is one of the cell's, too.
+    """
+    code = dis.get_instructions(compile(source, "a cell", "exec"))
+    stored = {each.argval for each in code if each.opname == "STORE_NAME"}
+    imports = [node for node in ast.walk(ast.parse(source)) if hasattr(node, "names")]
+    aliases = [alias for node in imports for alias in node.names if isinstance(alias, ast.alias)]
+    imported = {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
+    return stored - imported, stored & imported
 
 
 def load(name="nf4_triton"):
