@@ -551,7 +551,7 @@ def test_while_a_thread_makes_a_trial_bitsandbytes_serves_others(planned):
 
     def slow_trial(*given):
         is_trying.set()
-        assert may_end.wait(60)
+        assert may_end.wait(10)
         return trial(*given)
 
     planned.patch.setattr(planned.nf4, "trial", slow_trial)

@@ -815,13 +815,21 @@ def test_a_function_that_was_not_compiled_is_told(nf4, mlps, monkeypatch, ok, to
         return function
 
     monkeypatch.setattr(torch, "compile", run_uncompiled)
-    assert nf4.compare_compiled(right, mlps) == (0, False)
+    assert nf4.compare_compiled(right, mlps) == (0, False, 0)
 
 
 def test_wrong_weights_of_a_compiled_function_are_counted(nf4, mlps):
-    assert nf4.compare_compiled(right, mlps) == (0, True)
-    n_differing, is_compiled = nf4.compare_compiled(lambda layer: right(layer) + 100, mlps)
-    assert n_differing == 2 * 3 * 64 * 128 and is_compiled
+    assert nf4.compare_compiled(right, mlps) == (0, True, 0)
+    counts = nf4.compare_compiled(lambda layer: right(layer) + 100, mlps)
+    assert counts == (2 * 3 * 64 * 128, True, 0)
+
+
+def test_whether_ours_ran_in_a_compiled_function_is_told(planned, mlps):
+    """By the kinds that have a plan then: two shapes. bitsandbytes leaves none."""
+    nf4 = planned.nf4
+    for _ in range(2):
+        assert nf4.compare_compiled(nf4.your_dequantize_nf4, mlps) == (0, True, 2)
+    assert nf4.compare_compiled(right, mlps) == (0, True, 0)
 
 
 def test_on_a_gpu_inductor_compiles_anew(nf4, monkeypatch):

@@ -291,6 +291,8 @@ ROWS = {
         ("an upper end too high", "{max(over):.2f}.", "{max(over) + 0.1:.2f}.", "5_percent"),
         ("Triton's launcher has another kernel", """in ("ours", "Triton's launcher"):""",
          'in ("ours",):', "formula"),
+        ("plans of other calls count", "    PLANS.clear()\n    results = compiled",
+         "    results = compiled", "whether_ours_ran"),
         ("always compiled", 'counts["ok"] == counts["total"] > 0', "True", "not_compiled"),
         ("counts of an earlier function", "counts.clear()", "counts.copy()", "not_compiled"),
         ("graph breaks pass", "fullgraph=True, backend", "fullgraph=False, backend",

@@ -171,7 +171,7 @@ def test_what_a_t4_may_miss_is_what_the_estimate_says(run, nf4):
     over = [row["over Unsloth"] for row in run["estimate"]]
     assert min(over) < 1.05 < max(over), "any of the three steps may be missed"
     at_80 = [row["over Unsloth"] for row in run["estimate"] if row["share"] == 0.8]
-    assert max(at_80) < (min(over) + max(over)) / 2, "others' measurements point to its lower half"
+    assert max(at_80) < 1.10, "by the rows that a report from a T4 points to, two are missed"
     assert all(over[i] < over[i + 3] for i in range(3)), "a longer published time gives more"
     over = [row["over Unsloth"] for row in nf4.estimate_t4(run["parts"], slowness=1.05)]
     assert min(over) < 1.01, "there might be no speedup at all"
