@@ -132,11 +132,15 @@ def run():
 def test_the_kernels_take_about_as_long_as_a_copy(run):
     """Section 3 and the first screen: both kernels, in all of the challenge's shapes."""
     us = {(row["kernel"], row["shape"], row["dtype"]): row["us"] for row in run["kernels"]}
-    shapes = ("2048 x 8192", "1024 x 4096", "4096 x 14336")
-    for shape, dtype in itertools.product(shapes, ("fp16", "bf16")):
+    for shape, dtype in itertools.product(("2048 x 8192", "4096 x 14336"), ("fp16", "bf16")):
         ours, unsloth, copy = (us[name, shape, dtype] for name in ("ours", "Unsloth", "copy"))
-        assert ours <= 1.06 * copy and ours <= 1.02 * unsloth
-        assert unsloth <= 1.15 * copy, "a little longer"
+        assert ours < 1.1 * copy, "less than a tenth longer"
+        assert 0.95 < ours / unsloth < 1.05, "about as long"
+    for dtype in ("fp16", "bf16"):
+        ours, unsloth, copy = (
+            us[name, "1024 x 4096", dtype] for name in ("ours", "Unsloth", "copy")
+        )
+        assert ours < copy < unsloth < 1.1 * copy, "less time, and a little more"
     rates = {row["shape"]: row["weights"] / row["us"] for row in run["kernels"]
              if (row["kernel"], row["dtype"]) == ("ours", "fp16")}  # fmt: skip
     assert rates["4096 x 14336"] > 0.8 * max(rates.values()), "nearly waits for the memory"
@@ -147,7 +151,7 @@ def test_what_is_said_of_the_shown_run_holds_for_it(run):
     page = shared.NOTEBOOK.read_text(encoding="utf-8")
     if run["code"] == shared.code_of("run"):
         assert "Since that run" not in page, "nothing was edited since"
-    assert 90 < run["seconds"] < 150, "about two minutes"
+    assert 120 < run["seconds"] < 180, "two to three minutes"
     official = pd.DataFrame(run["official"]).groupby(["dtype", "contender"])["seconds"]
     assert (official.max() / official.min()).max() > 1.1, "runs differ much"
 
