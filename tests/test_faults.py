@@ -353,8 +353,8 @@ ROWS = {
          '"run": (("", "-harness"), ()),', "say_so"),
     ],
     ("tools/shared.py", "test_notebook.py"): [
-        ("a cell may take a definition's name", 'if mark == "run" and assigned & needed:',
-         "if False:", "takes_a_definitions"),
+        ("a cell may take a definition's name", "        if taken:\n",
+         "        if False:\n", "takes_a_definitions"),
     ],
     ("tools/t4.py", "test_record.py"): [
         ("a T4 of 80 multiprocessors", "240e9 / 2.515625 / 40", "240e9 / 2.515625 / 80", "busiest"),

@@ -59,9 +59,12 @@ def marked_cells(notebook=None):
     return found
 
 
-def definitions():
-    """Return (source, number among the code cells) of each definition cell, in order."""
-    found = marked_cells()
+def definitions(found=None):
+    """Return (source, number among the code cells) of each definition cell, in order.
+
+    found  what marked_cells returned; by default NOTEBOOK's
+    """
+    found = found or marked_cells()
     return [(source, i) for mark, source, i in found if mark not in ("set-up", "run")]
 
 
@@ -75,31 +78,28 @@ def defining(what):
 
 
 def bound(source):
-    """Return (the names that a cell assigns or defines, those that it imports).
+    """Return the names that a cell assigns, defines or imports.
 
     They are read off its bytecode: to `symtable`, from Python 3.12 on, a comprehension's variable
     is one of the cell's, too.
     """
     code = dis.get_instructions(compile(source, "a cell", "exec"))
-    stored = {each.argval for each in code if each.opname == "STORE_NAME"}
-    imports = [node for node in ast.walk(ast.parse(source)) if hasattr(node, "names")]
-    aliases = [alias for node in imports for alias in node.names if isinstance(alias, ast.alias)]
-    imported = {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
-    return stored - imported, stored & imported
+    return {each.argval for each in code if each.opname == "STORE_NAME"}
 
 
 def load(name="nf4_triton"):
     """Return a module of this name made of the definition cells; `import` then finds it, too.
 
-    Raises ValueError where a cell that runs assigns a name that a definition cell defines or
+    Raises ValueError where a cell that runs takes a name that a definition cell defines or
     imports: in the notebook, all later calls would find something else there.
     """
-    cells = definitions()
-    needed = set().union(*(names for source, _ in cells for names in bound(source)))
-    for mark, source, i in marked_cells():
-        assigned, _ = bound(source)
-        if mark == "run" and assigned & needed:
-            names = ", ".join(sorted(assigned & needed))
+    found = marked_cells()
+    cells = definitions(found)
+    needed = set().union(*(bound(source) for source, _ in cells))
+    for mark, source, i in found:
+        taken = needed & bound(source) if mark == "run" else ()
+        if taken:
+            names = ", ".join(sorted(taken))
             raise ValueError(f"code cell {i} takes the name of a definition: {names}")
     module = sys.modules[name] = types.ModuleType(name)
     for source, i in cells:
