@@ -236,6 +236,8 @@ def test_each_contender_is_what_its_name_says(nf4, called):
     from peft.utils.integrations import dequantize_module_weight
 
     assert nf4.CONTENDERS["PEFT"] is dequantize_module_weight
+    timed = {name: nf4.CONTENDERS[name] for name in ("ours", "Unsloth")}
+    assert nf4.ONE_KERNEL == timed, "whose kernels are timed"
     with mock.patch.multiple(nf4, dequantize_nf4=mock.DEFAULT, by_kernel_grid=mock.DEFAULT) as ours:
         assert nf4.CONTENDERS["ours"](layer) is ours["dequantize_nf4"].return_value
         assert nf4.CONTENDERS["kernel[grid]"](layer) is ours["by_kernel_grid"].return_value
@@ -585,64 +587,48 @@ def test_a_compiled_kernel_that_contradicts_the_page_is_refused(nf4, what):
         nf4.evidence(ptx, n_spills)
 
 
-def test_the_kernel_that_is_timed_fills_its_output(nf4, device):
-    given = nf4.quantized((16, 64), torch.bfloat16, device)
-    tensors, kind = nf4.unpack(*given)
-    out = nf4.empty_output(given[0], kind)
-    job = nf4.as_compiled(out, tensors, kind)
-    out.zero_()
-    job()
-    assert nf4.bits_differing(out, dequantize_4bit(*given)) == 0
-
-
-def test_a_kernels_time_is_a_median(nf4, monkeypatch):
-    do_bench = mock.Mock(return_value=1.5)
+def test_a_kernels_time_is_a_median_of_replays(nf4, monkeypatch):
+    """Else a slow CPU would make it longer."""
+    do_bench, graph, job = mock.Mock(return_value=1.5), mock.Mock(), mock.Mock()
     monkeypatch.setattr("triton.testing.do_bench", do_bench)
-    assert nf4.gpu_ms(right) == 1.5
-    assert do_bench.call_args.args == (right,)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    clock = nf4.gpu_clock(job)
+    assert clock() == clock() == 1.5 and job.call_count == 1, "captured once"
+    assert do_bench.call_args.args == (graph.replay,)
     assert do_bench.call_args.kwargs["return_mode"] == "median"
 
 
 @pytest.mark.parametrize("wrong", ["nobody", "Unsloth", "ours"])
-def test_kernel_times_are_medians_in_microseconds(nf4, device, monkeypatch, capsys, wrong):
-    """Of what is timed, the bits are compared before; who has wrong ones is left out."""
-    rounds, bytes_moved = {}, set()
+def test_kernel_times_are_medians_in_microseconds(nf4, device, capsys, wrong):
+    """Who has wrong bits is left out."""
 
-    def unsloth(weight, state, use_global_buffer):
-        assert use_global_buffer is True
-        seen.append("Unsloth")
-        return nf4.spec(weight, state) * (2 if wrong == "Unsloth" else 1)
+    def contender(name):
+        return lambda layer: seen.append(name) or right(layer) * (2 if wrong == name else 1)
 
-    def as_compiled(out, tensors, kind):
-        bytes_moved.add(out.nbytes + tensors[0].nbytes + tensors[1].nbytes)
-        fill = out.zero_ if wrong == "ours" else partial(nf4.launch, out, tensors, kind)
-        return lambda: seen.append("ours") or fill()
-
-    def clock(job):
-        """Return milliseconds, others in each round."""
+    def milliseconds(job):
+        """Other ones in each round."""
         seen.clear()
         result = job()
         name = seen[0] if seen else "copy"
         if name == "copy":
-            bytes_moved.add(result.nbytes + job.args[0].nbytes)
+            assert result.nbytes + job.args[0].nbytes == 1024 // 2 + 1024 // 64 + 2 * 1024
         n = rounds[name] = rounds.get(name, -1) + 1
         return {"ours": (1, 2, 6), "Unsloth": (3, 4, 5), "copy": (7, 8, 9)}[name][n % 3] / 1000
 
-    seen = []
-    monkeypatch.setattr(nf4, "unsloth_kernels", types.SimpleNamespace(fast_dequantize=unsloth))
-    monkeypatch.setattr(nf4, "as_compiled", as_compiled)
-    rows = nf4.time_kernels([(16, 64)], DTYPES.values(), clock, device, rounds=3)
+    seen, rounds, clock = [], {}, partial(partial, milliseconds)
+    contenders = {name: contender(name) for name in ("ours", "Unsloth")}
+    rows = nf4.time_kernels(contenders, [(64, 16)], DTYPES.values(), clock, device, rounds=3)
     us = {"ours": 2, "Unsloth": 4, "copy": 8}
     us.pop(wrong, None)
     n_left_out = capsys.readouterr().out.count(f"left out: {wrong}: ")
     assert n_left_out == (0 if wrong == "nobody" else len(DTYPES))
-    same = {"shape": "16 x 64", "weights": 1024}
+    same = {"shape": "64 x 16", "weights": 1024}
     assert rows == [
         same | {"kernel": kernel, "dtype": dtype, "us": pytest.approx(each)}
         for dtype in DTYPES
         for kernel, each in us.items()
     ]
-    assert bytes_moved == {1024 // 2 + 1024 // 64 + 2 * 1024}
 
 
 def kernel_rows():

@@ -311,19 +311,16 @@ import shared, t4, triton
 nf4 = shared.load()
 shared.execute(FUSED, "fused", globals())
 
-def names_of(compiled):
-    return t4.instructions(compiled.asm["cubin"])
-
 signature = {"out_ptr": "*fp32", "a_ptr": "*fp32", "n": "fp32", "SIZE": "constexpr"}
 source = triton.compiler.ASTSource(fused, signature, {(3,): 128})
 target = triton.backends.compiler.GPUTarget("cuda", 75, 32)
-control = names_of(triton.compile(source, target=target))
+control = t4.instructions(triton.compile(source, target=target))
 assert any(name.startswith("FFMA") for name in control), "the count sees no FMA"
 pipe = "FMA: products and sums of fp32, moves, addresses"
 assert t4.by_pipe(["FFMA"], 2)[pipe] == 1 / 2
 for dtype, most in (("*fp16", 173), ("*bf16", 235)):
     compiled = t4.compile_ours(nf4, dtype)
-    names = names_of(compiled)
+    names = t4.instructions(compiled)
     assert not any(name.startswith("FFMA") for name in names), "an FMA skips a rounding"
     stores = [name for name in names if name.startswith("STG")]
     assert len(stores) == 2 and all(".128" in name for name in stores), stores

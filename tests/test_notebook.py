@@ -130,17 +130,14 @@ def run():
 
 
 def test_the_kernels_take_about_as_long_as_a_copy(run):
-    """Section 3 and the first screen: both kernels, in all of the challenge's shapes."""
+    """Section 6 and the first screen."""
     us = {(row["kernel"], row["shape"], row["dtype"]): row["us"] for row in run["kernels"]}
     for shape, dtype in itertools.product(("2048 x 8192", "4096 x 14336"), ("fp16", "bf16")):
         ours, unsloth, copy = (us[name, shape, dtype] for name in ("ours", "Unsloth", "copy"))
-        assert ours < 1.1 * copy, "less than a tenth longer"
-        assert 0.95 < ours / unsloth < 1.05, "about as long"
+        assert 1 < ours / copy < 1.06, "a few per cent longer"
+        assert 0.9 < ours / unsloth < 1.1, "about as long"
     for dtype in ("fp16", "bf16"):
-        ours, unsloth, copy = (
-            us[name, "1024 x 4096", dtype] for name in ("ours", "Unsloth", "copy")
-        )
-        assert ours < copy < unsloth < 1.1 * copy, "less time, and a little more"
+        assert us["ours", "1024 x 4096", dtype] < us["copy", "1024 x 4096", dtype], "less time"
     rates = {row["shape"]: row["weights"] / row["us"] for row in run["kernels"]
              if (row["kernel"], row["dtype"]) == ("ours", "fp16")}  # fmt: skip
     assert rates["4096 x 14336"] > 0.8 * max(rates.values()), "nearly waits for the memory"

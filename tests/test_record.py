@@ -207,7 +207,7 @@ def edit_source(cell_id, before, after):
 EDITS = {  # {what is edited: (how, the kinds whose code it is)}
     "a comment": (edit_source("kernel", "# 4. The output.", "# 4. Output."), set()),
     "a docstring": (edit_source("call", "Dequantize NF4", "Decode NF4"), set()),
-    "a plot": (edit_source("parts-show", "colors", "colours"), {"tests"}),
+    "a plot": (edit_source("plots", "colors", "colours"), {"tests"}),
     "the set-up": (edit_source("install", "installing", "getting"), set()),
     "the call": (
         edit_source("call", "plans = PLANS.get(kind, ())", "plans = PLANS.get(kind, [])"),

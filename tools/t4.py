@@ -38,13 +38,13 @@ WEIGHTS_PER_S = 240e9 / 2.515625 / 40  # at a copy's speed, for each of a T4's 4
 CUBINS = {}  # {PTX: the machine code that the disguise replaced by it}
 
 
-def instructions(cubin):
-    """Return the names of a kernel's machine instructions, without padding."""
+def instructions(compiled):
+    """Return the names of a compiled kernel's machine instructions, without padding."""
     import triton
 
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(CUBINS.get(compiled.asm["ptx"], compiled.asm["cubin"]))
         file.flush()
         how = {"text": True, "stderr": subprocess.DEVNULL}
         code = subprocess.check_output([folder / "nvdisasm", "-c", "-ndf", file.name], **how)
@@ -103,10 +103,20 @@ def compile_ours(nf4, dtype):
     return triton.compile(source, target=target)
 
 
-def compiled_by_unsloth():
-    """Yield (dtype, compiled kernel, weights per thread) of Unsloth's, for nested absmax."""
+def count_ours(nf4):
+    """Return {column: {pipe: instructions per weight}} of our kernel in fp16 and bf16."""
+    columns = {}
+    for dtype in ("fp16", "bf16"):
+        names = instructions(compile_ours(nf4, f"*{dtype}"))
+        columns[f"ours, {dtype}"] = by_pipe(names, nf4.WORDS * 8 / 128)
+    return columns
+
+
+def count_unsloths():
+    """Return the same of Unsloth's kernel for nested absmax, as this process has compiled it."""
     from unsloth.kernels import nf4
 
+    columns = {}
     for kernel in (each for each in vars(nf4).values() if hasattr(each, "device_caches")):
         for compiled in kernel.device_caches[0][0].values():
             names = [kernel.arg_names[i] for (i,) in compiled.src.constants]
@@ -115,23 +125,9 @@ def compiled_by_unsloth():
                 n_weights = 2 * constants["HALF"] * constants["ROWS"]
                 n_threads = 32 * compiled.metadata.num_warps
                 for dtype in {"*fp16", "*bf16"} & set(compiled.src.signature.values()):
-                    yield dtype.strip("*"), compiled, n_weights / n_threads
-
-
-def count_compiled(kernel, words):
-    """Return the table of our kernel and of Unsloth's, as this disguised process compiled them."""
-    columns = {}
-    for compiled in kernel.device_caches[0][0].values():
-        constants = {kernel.arg_names[i]: value for (i,), value in compiled.src.constants.items()}
-        if (constants["BLOCKSIZE"], constants["BLOCKSIZE2"]) == (64, 256):
-            dtype = compiled.src.signature["out_ptr"].strip("*")
-            if dtype != "fp32":
-                names = instructions(CUBINS[compiled.asm["ptx"]])
-                columns[f"ours, {dtype}"] = by_pipe(names, words * 8 / 128)
-    for dtype, compiled, n_weights in compiled_by_unsloth():
-        names = instructions(CUBINS[compiled.asm["ptx"]])
-        columns[f"Unsloth's, {dtype}"] = by_pipe(names, n_weights)
-    return table(dict(sorted(columns.items(), reverse=True)))
+                    column = f"Unsloth's, {dtype.strip('*')}"
+                    columns[column] = by_pipe(instructions(compiled), n_weights / n_threads)
+    return dict(sorted(columns.items(), reverse=True))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -193,7 +189,7 @@ def environment(scratch):
 FIRST_CELL = "import sys; sys.path.append({!r}); import t4; t4.disguise()"
 LAST_CELL = """
 assert PLANS and all(found.func is torch_launcher for found in TRIALS.values())
-pipes = t4.count_compiled(_dequantize_nf4_kernel, WORDS)
+pipes = t4.table({**t4.count_ours(sys.modules["__main__"]), **t4.count_unsloths()})
 Path("pipes.json").write_text(json.dumps(pipes))
 """
 
@@ -244,11 +240,8 @@ def main(arguments):
         case ["count"]:
             os.environ.pop("TRITON_INTERPRET", None)
             nf4 = shared.load()
-            columns = {}
-            for dtype in ("fp16", "bf16"):
-                names = instructions(compile_ours(nf4, f"*{dtype}").asm["cubin"])
-                columns[f"ours, {dtype}"] = by_pipe(names, nf4.WORDS * 8 / 128)
-            print(nf4.pd.DataFrame(table(columns)).to_markdown(index=False, floatfmt=".2f"))
+            rows = table(count_ours(nf4))
+            print(nf4.pd.DataFrame(rows).to_markdown(index=False, floatfmt=".2f"))
         case ["rehearse", folder]:
             rehearse(Path(folder))
         case _:
