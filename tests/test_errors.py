@@ -39,15 +39,11 @@ BY_UNPACK = {
     "no shape in the state": BadArgument(
         "a 4-bit weight", "state", as_(SimpleNamespace()), TypeError
     ),
-    "no fields in state2": BadArgument(
-        "a 4-bit weight", "state2", as_(SimpleNamespace()), TypeError
-    ),
     "state2.dtype": BadArgument("got torch.float16: set quant", "state2.dtype", as_(torch.float16)),
     "state2.blocksize 0": BadArgument(
         "state2.blocksize of 32 to .* got 0", "state2.blocksize", as_(0)
     ),
     "dtype": BadArgument("quant_state.dtype in .* got torch.float64", "dtype", as_(torch.float64)),
-    "no dtype": BadArgument("quant_state.dtype in .* got None", "dtype", as_(None)),
 }
 BY_CHECK = {
     "no weight": BadArgument("the weight to be .* got None", "weight", as_(None)),
@@ -55,15 +51,12 @@ BY_CHECK = {
     "as many elements": BadArgument("have 1024 bytes, got 2048", "weight", lambda w: w.short()),
     "weight sparse": BadArgument("strided|[Ss]parse", "weight", lambda w: w.to_sparse()),
     "weight on meta": BadArgument("absmax on meta, got it on c", "weight", lambda w: w.to("meta")),
-    "an odd shape": BadArgument("have 1008 bytes, got 1024", "shape", as_(torch.Size((32, 63)))),
     "blocksize 63": BadArgument("block sizes in .* got 63 and", "blocksize", as_(63)),
-    "blocksize True": BadArgument("block sizes in .* got (1|True) and", "blocksize", as_(True)),
     "another blocksize": BadArgument("absmax to have 16 elements", "blocksize", as_(128)),
     "state2.blocksize": BadArgument("block sizes in .* 100", "state2.blocksize", as_(100)),
     "no absmax": BadArgument("absmax to be .* got None", "absmax", as_(None)),
     "uint8 as plain absmax": BadArgument("absmax in torch.float32, got", "nested", as_(False)),
     "absmax in fp32": BadArgument("absmax in torch.uint8", "absmax", lambda t: t.float()),
-    "absmax in int8": BadArgument("absmax in torch.uint8", "absmax", lambda t: t.view(torch.int8)),
     "absmax a list": BadArgument("absmax.*list", "absmax", lambda t: t.tolist(), RuntimeError),
     "no offset": BadArgument("offset to be .* got None", "offset", as_(None)),
     "two offsets": BadArgument("offset to have 1 elem", "offset", lambda t: torch.stack((t, t))),
@@ -71,7 +64,6 @@ BY_CHECK = {
         "one floating-point .*1, 1", "offset", lambda t: t[None, None]
     ),
     "offset in int32": BadArgument("one floating-point .*int32", "offset", lambda t: t.int()),
-    "offset complex": BadArgument("one floating-point .*complex64", "offset", lambda t: t + 0j),
     "no absmax2": BadArgument("state2.absmax to be .* got None", "state2.absmax", as_(None)),
     "absmax2 too short": BadArgument("state2.absmax to have 1 ", "state2.absmax", lambda t: t[:0]),
     "absmax2 in fp16": BadArgument(

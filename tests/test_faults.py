@@ -201,7 +201,6 @@ ROWS = {
          "bits_differing(out, out)})", "one_wrong_bit"),
         ("weights are counted twice", '"path": path, "weights": out.numel()',
          '"path": path, "weights": 2 * out.numel()', "one_wrong_bit"),
-        ("the reference may be a path", "reference in paths.values() or ", "", "compare_nothing"),
         ("plan is the whole function", "out = run_plan(*unpack(weight, state))",
          "out = dequantize_nf4(weight, state)", "each_path"),
         ("the first call finds a plan", "    PLANS.clear()\n    return deq", "    return deq",

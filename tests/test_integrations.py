@@ -97,7 +97,6 @@ def assert_same(results, expected):
 LAYERS = {  # {what is unusual: how it is made}
     "more than 256 blocks": {"rows": 300},  # state2 has a second absmax from there on
     "plain absmax": {"nested": False},
-    "plain absmax with a leftover state2": {"nested": False, "leftover": True},
     "a bias": {"bias": True},
     "its state in fp32": {"state": torch.float32},
     "a row that ends inside a byte": {"columns": 5, "rows": 3},
@@ -105,16 +104,11 @@ LAYERS = {  # {what is unusual: how it is made}
 }
 
 
-def layer_of(
-    device, columns=64, rows=128, quant_type="nf4", nested=True, bias=False, state=None,
-    leftover=False,
-):  # fmt: skip
+def layer_of(device, columns=64, rows=128, quant_type="nf4", nested=True, bias=False, state=None):
     """A frozen Linear4bit that computes in bf16, unless its state says otherwise."""
     layer = bnb.nn.Linear4bit(columns, rows, bias, torch.bfloat16, nested, quant_type).to(device)
     if state:
         layer.weight.quant_state.dtype = state
-    if leftover:
-        layer.weight.quant_state.state2 = layer_of(device).weight.quant_state.state2
     return layer
 
 
@@ -378,7 +372,6 @@ COMPILED = {  # {a row of LAYERS: whether ours takes it in compiled code}
     "more than 256 blocks": True,
     "plain absmax": True,
     "its state in fp32": True,
-    "plain absmax with a leftover state2": True,
     "FP4": False,
 }
 

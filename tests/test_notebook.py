@@ -155,24 +155,27 @@ def test_where_the_time_goes_is_as_the_text_says(run):
     cpu = {row["contender"]: row["cpu_us"] for row in run["parts"]}
     names = ("Unsloth", "kernel[grid]", "Triton's launcher", "ours", "floor")
     same, most, launcher, questions = (cpu[a] - cpu[b] for a, b in itertools.pairwise(names))
-    assert most > max(same, launcher, questions), "saves the most"
+    assert most > max(same, launcher, questions), "the largest step"
     assert launcher > 0 and questions > 0
     over = {row["over"]: row["mix"] for row in run["race_speedups"]}
-    assert over["kernel[grid]"] >= over["Unsloth"], "launched in the usual way, no faster"
+    usual = over["kernel[grid]"] / over["Unsloth"]
+    assert 0.95 < usual < 1.05, "launched in the usual way, about as fast as Unsloth"
     assert over["Unsloth"] > 1.2 * over["Triton's launcher"] > 1.2, "still faster than Unsloth"
     about = over["Triton's launcher"] / over["Unsloth, buffer"]
     assert 0.9 < about < 1.1, "about as fast as Unsloth into its buffer"
 
 
-def test_what_a_t4_may_miss_is_what_the_estimate_says(run, nf4):
+def test_what_a_t4_may_miss_is_what_the_estimate_says(run, nf4, monkeypatch):
     """The first screen and README."""
     over = [row["over Unsloth"] for row in run["estimate"]]
     assert min(over) < 1.05 < max(over), "any of the three steps may be missed"
-    at_80 = [row["over Unsloth"] for row in run["estimate"] if row["share"] == 0.8]
-    assert max(at_80) < 1.10, "by the rows that a report from a T4 points to, two are missed"
+    middle = (min(over) + max(over)) / 2
     assert all(over[i] < over[i + 3] for i in range(3)), "a longer published time gives more"
     over = [row["over Unsloth"] for row in nf4.estimate_t4(run["parts"], slowness=1.05)]
     assert min(over) < 1.01, "there might be no speedup at all"
+    monkeypatch.setattr(nf4, "COPY_BYTES_PER_S", 200e9)  # what a report from a T4 has
+    over_200 = [row["over Unsloth"] for row in nf4.estimate_t4(run["parts"]) if row["share"] == 1]
+    assert max(over_200) < middle, "that report points to the lower half of the range"
 
 
 def test_the_memory_sets_the_pace_on_a_t4_by_the_count():

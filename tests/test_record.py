@@ -21,6 +21,7 @@ ROOT = shared.ROOT
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0", "bitsandbytes": "0.50.2"}
 VERSIONS |= {"unsloth": "2026.10.9", "peft": "0.21.0"}
 COMPARED = [{"case": "a", "path": path, "weights": 9, "differing": 0} for path in ("one", "two")]
+COMPARED += [{"case": "odd", "path": "bitsandbytes", "weights": 5, "differing": 0}]
 
 
 def made_up_run(gpu="NVIDIA H200", unsloth=1.5, **others):

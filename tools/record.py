@@ -32,8 +32,8 @@ COMMANDS = {
 PROGRESS = re.compile(r"\s*(rounds:.*)?", re.S)  # progress bars that ended
 ROWS = {  # of the first table: {contender: what the reader sees}
     "Unsloth": "today's Unsloth ({unsloth})",
-    "Unsloth, buffer": "Unsloth into its own buffer",
-    "three launches": "Unsloth's older path, three launches",
+    "Unsloth, buffer": "Unsloth, buffer: it overwrites its last result",
+    "three launches": "three launches: Unsloth's older path",
     "PEFT": "PEFT ({peft})",
 }
 TOOLS = ("training", "rehearsal", "tests")
@@ -210,7 +210,8 @@ def tables_of(record):
         tables[name] = f"Nothing was measured yet: {COMMANDS[kind]}."
         if measured:
             rows = write_table(record)
-            tables[name] = f"{markdown(rows)}\n\n{origin(kind, measured)}"
+            verb = "Counted" if name == "pipes" else "Measured"
+            tables[name] = f"{markdown(rows)}\n\n{origin(kind, measured, verb)}"
     if record["run"]:
         tables["speedups"] += other_runs(record)
     return tables
@@ -225,14 +226,16 @@ def markdown(rows):
     return table.to_markdown(index=False, disable_numparse=True, colalign=sides)
 
 
-def origin(kind, measured):
+def origin(kind, measured, verb):
     """Return the line that says where and when, and whether the code is another one by now."""
     labels = {"torch": "torch", "triton": "Triton", "bitsandbytes": "bitsandbytes"}
     versions = [f"{label} {measured['versions'][name]}" for name, label in labels.items()]
-    text = "Measured on {date} with the GPU {gpu} and the host {host}".format(**measured)
+    text = f"{verb} on {measured['date']}"
+    if verb == "Measured":
+        text += " with the GPU {gpu} and the host {host}".format(**measured)
     text += f" ({', '.join(versions)})."
     if measured.get("code") != shared.code_of(kind):
-        text += " **Measured with earlier code.**"
+        text += f" **{verb} with earlier code.**"
     return text
 
 
@@ -292,7 +295,10 @@ def pipes_table(record):
 
 def rehearsal_table(record):
     data = record["rehearsal"]["data"]
-    weights = {row["case"]: row["weights"] for row in data["compared"]}
+    # Where bitsandbytes does the work, no kernel of sm_75 was rehearsed.
+    weights = {
+        row["case"]: row["weights"] for row in data["compared"] if row["path"] != "bitsandbytes"
+    }
     differing = sum(row["differing"] for row in data["compared"])
     row = {"kernels, all compiled for sm_75": f"{data['kernels']}"}
     return [row | {"weights compared": f"{sum(weights.values()):,}", "differ": f"{differing}"}]
