@@ -168,7 +168,8 @@ def test_where_the_time_goes_is_as_the_text_says(run):
 def test_what_a_t4_may_miss_is_what_the_estimate_says(run, nf4, monkeypatch):
     """The first screen and README."""
     over = [row["over Unsloth"] for row in run["estimate"]]
-    assert min(over) < 1.05 < max(over), "any of the three steps may be missed"
+    assert min(over) < 1.05 and max(over) > 1.15, "any of the three steps may be missed"
+    assert min(row["over three launches"] for row in run["estimate"]) > 1.12, "near 1.15"
     middle = (min(over) + max(over)) / 2
     assert all(over[i] < over[i + 3] for i in range(3)), "a longer published time gives more"
     over = [row["over Unsloth"] for row in nf4.estimate_t4(run["parts"], slowness=1.05)]

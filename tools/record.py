@@ -33,7 +33,7 @@ PROGRESS = re.compile(r"\s*(rounds:.*)?", re.S)  # progress bars that ended
 ROWS = {  # of the first table: {contender: what the reader sees}
     "Unsloth": "today's Unsloth ({unsloth})",
     "Unsloth, buffer": "Unsloth, buffer: it overwrites its last result",
-    "three launches": "three launches: Unsloth's older path",
+    "three launches": "three launches: Unsloth's path when the challenge was set",
     "PEFT": "PEFT ({peft})",
 }
 TOOLS = ("training", "rehearsal", "tests")
