@@ -135,9 +135,12 @@ def test_the_kernels_take_about_as_long_as_a_copy(run):
     for shape, dtype in itertools.product(("2048 x 8192", "4096 x 14336"), ("fp16", "bf16")):
         ours, unsloth, copy = (us[name, shape, dtype] for name in ("ours", "Unsloth", "copy"))
         assert 1 < ours / copy < 1.06, "a few per cent longer"
-        assert 0.9 < ours / unsloth < 1.1, "about as long"
+        assert 1 < unsloth / ours < 1.06, "Unsloth's a few per cent longer than ours"
     for dtype in ("fp16", "bf16"):
-        assert us["ours", "1024 x 4096", dtype] < us["copy", "1024 x 4096", dtype], "less time"
+        ours, copy, unsloth = (
+            us[name, "1024 x 4096", dtype] for name in ("ours", "copy", "Unsloth")
+        )
+        assert ours < copy < unsloth, "less time than the copy, and more"
     rates = {row["shape"]: row["weights"] / row["us"] for row in run["kernels"]
              if (row["kernel"], row["dtype"]) == ("ours", "fp16")}  # fmt: skip
     assert rates["4096 x 14336"] > 0.8 * max(rates.values()), "nearly waits for the memory"
