@@ -293,16 +293,20 @@ class PlansOnCPU:
     @contextlib.contextmanager
     def current(self, device):
         before = self.exchange(device if isinstance(device, int) else None)
-        yield
-        CURRENT.device = before
+        try:
+            yield
+        finally:
+            CURRENT.device = before
 
     @contextlib.contextmanager
     def on_stream(self, stream):
         assert CURRENT.device is None, "torch.cuda.stream makes a context on the current GPU, too"
         before = vars(CURRENT).copy()
         CURRENT.stream = stream
-        yield
-        vars(CURRENT).update(before)
+        try:
+            yield
+        finally:
+            vars(CURRENT).update(before)
 
 
 def by_formula(tensors, kind):

@@ -274,7 +274,7 @@ def test_bitsandbytes_output_is_an_ordinary_tensor(nf4, device, shape):
 @pytest.mark.gpu
 @pytest.mark.longest
 @pytest.mark.skipif(not os.path.exists(sanitize.SANITIZER), reason="no compute-sanitizer")
-def test_the_sanitizer_finds_no_access_out_of_bounds_and_no_race():
+def test_the_sanitizer_finds_no_access_out_of_bounds():
     command = [sys.executable, shared.ROOT / "tools" / "sanitize.py"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

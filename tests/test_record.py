@@ -1,14 +1,14 @@
 """Protects whoever reads the record or adds to it: page, README, results/ and outputs agree."""
 
+import contextlib
 import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 import types
 from unittest.mock import DEFAULT, patch
 
+import conftest
 import nbformat
 import pytest
 import record
@@ -70,10 +70,13 @@ def write_run(folder, run):
     said = f"written: results/runs/{name}, sha256 {record.digest(text)}"
     cells = shared.code_cells(notebook)
     cells[0].outputs = [nbformat.v4.new_output("stream", text="\rrounds: 100%|####| 50/50")]
+    after_a_bar = "\rrounds: 100%|####| 9/9\r      \rleft out: PEFT\n"
+    cells[4].outputs = [nbformat.v4.new_output("stream", text=after_a_bar)]
     cells[5].outputs = [nbformat.v4.new_output("stream", text="FMA instructions 0")]
     cells[-1].outputs = [nbformat.v4.new_output("stream", text=said)]
     shared.write(folder / "nf4_triton.ipynb", nbformat.writes(notebook))
     shared.write(folder / "results" / "runs" / name, text)
+    shared.write(folder / "results" / "runs" / "an-earlier-run.json", "{}")  # README's lines twice
     return folder
 
 
@@ -118,7 +121,8 @@ def test_what_was_taken_in_is_shown_and_agrees(tmp_path, project, capsys):
     page = re.sub(" +", " ", shared.NOTEBOOK.read_text(encoding="utf-8"))
     assert "| ALU | 64 | 5.188 |" in page and "| 50 | 9 | 0 |" in page
     cells = shared.code_cells()
-    assert cells[0].outputs == [] and cells[5].outputs, "progress bars go, other outputs stay"
+    assert cells[0].outputs == [], "progress bars go"
+    assert [cells[i].outputs[0].text for i in (4, 5)] == ["left out: PEFT\n", "FMA instructions 0"]
 
 
 @pytest.mark.parametrize("gpu, is_t4", [("Tesla T4", True), ("NVIDIA T400 4GB", False)])
@@ -166,8 +170,14 @@ TAMPERED = {  # {what was changed: (how, words of what check says)}
     "wrong bits in a rehearsal": (
         replace("results/rehearsal.json", RIGHT_BITS, WRONG_BITS), "bits of 7 weights"
     ),
-    "a speedup in a run": (replace(RUN, '"mix": 1.5', '"mix": 9.67'), "as it was written"),
-    "a run's hash": (replace(RUN, '"code": ', '"codes": '), "lacks its code"),
+    "a speedup in a run": (replace(RUN, '"mix": 1.5', '"mix": 9.67'), "not as it was taken in"),
+    "a speedup in another run": (
+        replace("results/runs/NVIDIA-H100.json", '"mix": 2.0', '"mix": 9.9'), "not as it was taken"
+    ),
+    "no table in a rehearsal": (
+        replace("results/rehearsal.json", '"pipes"', '"pipe"'), "it lacks pipes"
+    ),
+    "a run's hash": (replace(RUN, '"code": ', '"codes": '), "not as it was taken in"),
     "a run that is gone": (lambda project: (project / RUN).unlink(), "lacks the run"),
     "a figure in README": (replace("README.md", "1.50", "9.67"), "README.md does not show"),
     "a figure on the page": (
@@ -186,7 +196,7 @@ TAMPERED = {  # {what was changed: (how, words of what check says)}
 
 @pytest.mark.parametrize("what", TAMPERED)
 def test_check_sees_what_does_not_agree(tmp_path, project, what):
-    take_all(tmp_path)
+    take_all(tmp_path, made_up_run("NVIDIA H100", 2.0), made_up_run())
     assert found_by_check() == []
     change, words = TAMPERED[what]
     change(project)
@@ -271,7 +281,7 @@ def test_a_space_more_after_a_title_loses_no_cell(project):
 
 def edit_run(**fields):
     def edit(folder):
-        [path] = (folder / "results" / "runs").glob("*.json")
+        [path] = (folder / "results" / "runs").glob("N*.json")
         path.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=1) + "\n")
 
     return edit
@@ -304,10 +314,10 @@ REFUSED = {  # {what is wrong with a run: (what makes it so, the words of the se
     "a cell failed": (edit_executed(fail), "cell failed"),
     "its own hash": (edit_run(code="0123"), "not the one that the notebook's last cell wrote"),
     "another run's times": (edit_run(seconds=1), "not the one that the notebook's outputs name"),
-    "a truncated record": (spoil("results/runs/*.json", '{"gpu": '), "cannot be read"),
-    "no record": (spoil("results/runs/*.json", None), "expected nf4_triton.ipynb and one"),
+    "a truncated record": (spoil("results/runs/N*.json", '{"gpu": '), "cannot be read"),
+    "no record": (spoil("results/runs/N*.json", None), "is missing: NVIDIA-H200.json"),
     "a truncated notebook": (spoil("nf4_triton.ipynb", "{"), "cannot be read"),
-    "no notebook": (spoil("nf4_triton.ipynb", None), "expected nf4_triton.ipynb and one"),
+    "no notebook": (spoil("nf4_triton.ipynb", None), "it has no nf4_triton.ipynb"),
 }
 REFUSED_DATA = {  # {what is wrong in a run: (its fields, the words of the sentence)}
     "wrong bits": ({"compared": WRONG}, "bits of 1 weights differ"),
@@ -335,6 +345,7 @@ REFUSED_FILES = {  # {what is wrong: (fields that are others, the words)}
     "of an unknown kind": ({"kind": "estimate"}, "got the kind 'estimate'"),
     "a run without its notebook": ({"kind": "run"}, "got the kind 'run'"),
     "without a GPU": ({"gpu": None}, "without a GPU"),
+    "without a row": ({"data": []}, "it lacks data"),
 }
 
 
@@ -362,21 +373,21 @@ def test_what_is_interrupted_leaves_results_as_they_were(tmp_path, project, n_wr
 # The tools that measure.
 
 
-PARTS = {"one file": ["tests/test_errors.py"], "some names": ["tests", "-k", "a_space_more"]}
-
-
-@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
-def test_a_tally_of_a_part_of_the_tests_is_refused(tmp_path, part):
-    how = ["--collect-only", "-q", "--tally", tmp_path / "t.json"]
-    command = [sys.executable, "-m", "pytest", *part, *how]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert "the tally must be of all tests" in done.stdout + done.stderr and done.returncode
-    assert not (tmp_path / "t.json").exists()
+@pytest.mark.parametrize("part", ["all", "a file is missing", "-k", "-x"])
+def test_a_tally_of_a_part_of_the_tests_is_refused(part):
+    options = {"--tally": "tally.json", "maxfail": 1 if part == "-x" else 0}
+    config = types.SimpleNamespace(getoption=options.get)
+    files = sorted(path for path in (ROOT / "tests").glob("test_*.py") if "faults" not in path.name)
+    items = [types.SimpleNamespace(path=path, keywords=(), config=config) for path in files]
+    if part == "-k":
+        conftest.pytest_deselected(items[:1])
+    session = types.SimpleNamespace(config=config, items=items[part == "a file is missing" :])
+    is_refused = pytest.raises(pytest.UsageError, match="the tally must be of all tests")
+    with contextlib.nullcontext() if part == "all" else is_refused:
+        conftest.pytest_collection_finish(session)
 
 
 def test_a_tally_counts_errors_as_failures():
-    import conftest
-
     stats = {"passed": [1, 2], "failed": [3], "error": [4], "skipped": [5], "warnings": [6]}
     assert conftest.tally(stats) == {"passed": 2, "failed": 2, "skipped": 1}
 

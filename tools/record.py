@@ -21,22 +21,27 @@ import nbformat
 import pandas as pd
 import shared
 
-NEEDED = ("gpu", "host", "date", "versions", "kernels", "compared", "official", "race")
-NEEDED += ("official_speedups", "race_speedups", "estimate", "seconds")
+NEEDED = {  # {kind: what its data must have}; the training's is a list
+    "run": ("gpu", "host", "date", "versions", "kernels", "compared", "official", "race")
+    + ("official_speedups", "race_speedups", "estimate", "seconds"),
+    "training": (),
+    "rehearsal": ("kernels", "compared", "pipes"),
+    "tests": ("GPUs", "passed", "failed", "skipped"),
+}
 COMMANDS = {
     "run": "run the notebook on a GPU (README, Run it), then tools/record.py run/",
     "training": "run tools/training.py training.json on a GPU, then tools/record.py training.json",
     "rehearsal": "run tools/t4.py rehearse DIR on a GPU, then tools/record.py DIR/rehearsal.json",
     "tests": "run pytest tests --tally tests.json on a GPU, then tools/record.py tests.json",
 }
-PROGRESS = re.compile(r"\s*(rounds:.*)?", re.S)  # progress bars that ended
+ADDED = ("code", "sha256")  # what take_run adds to a run
+PROGRESS = re.compile(r"\r?rounds:[^\r\n]*|\r *")  # a bar, and what clears its line
 ROWS = {  # of the first table: {contender: what the reader sees}
     "Unsloth": "today's Unsloth ({unsloth})",
     "Unsloth, buffer": "Unsloth, buffer: it overwrites its last result",
     "three launches": "three launches: Unsloth's path when the challenge was set",
     "PEFT": "PEFT ({peft})",
 }
-TOOLS = ("training", "rehearsal", "tests")
 
 
 def read_json(path):
@@ -58,8 +63,9 @@ def read_runs():
 
 
 def text_of(run):
-    """Return the text that the notebook wrote of a run: all but `code`, which this file adds."""
-    return json.dumps({key: run[key] for key in run if key != "code"}, indent=1) + "\n"
+    """Return the text that the notebook wrote of a run: all but what take_run adds."""
+    written = {key: run[key] for key in run if key not in ADDED}
+    return json.dumps(written, indent=1) + "\n"
 
 
 def digest(text):
@@ -100,17 +106,18 @@ def objections_to_outputs(notebook, is_new):
 
 def objections_to_data(kind, data):
     """Yield a sentence for each thing in a measurement that no table should show."""
+    lacking = [name for name in NEEDED[kind] if name not in data]
+    if lacking or not data:
+        yield f"it lacks {', '.join(lacking) or 'data'}"
+        return
     if kind in ("run", "rehearsal"):
-        if not data.get("compared"):
+        if not data["compared"]:
             yield "it compared no bits"
-        n_differing = sum(row["differing"] for row in data.get("compared", []))
+        n_differing = sum(row["differing"] for row in data["compared"])
         if n_differing:
             yield f"the bits of {n_differing:,} weights differ from bitsandbytes'"
     if kind == "run":
-        lacking = [name for name in NEEDED if name not in data]
-        if lacking:
-            yield f"it lacks {', '.join(lacking)}"
-        elif not {row["dtype"] for row in data["race"] if row["contender"] == "Unsloth"} > {"mix"}:
+        if not {row["dtype"] for row in data["race"] if row["contender"] == "Unsloth"} > {"mix"}:
             yield "Unsloth is not in its race"
 
 
@@ -133,16 +140,18 @@ def take(path):
 
 
 def take_run(folder):
-    paths = list((folder / "results" / "runs").glob("*.json"))
-    if len(paths) != 1 or not (folder / "nf4_triton.ipynb").exists():
-        expected = f"expected nf4_triton.ipynb and one results/runs/*.json in {folder}"
-        raise SystemExit(f"{expected}: {COMMANDS['run']}.")
-    run = read_json(paths[0])
+    if not (folder / "nf4_triton.ipynb").exists():
+        refuse(folder, ["it has no nf4_triton.ipynb"], "run")
     executed = nbformat.reads(json.dumps(read_json(folder / "nf4_triton.ipynb")), as_version=4)
     wrong = list(objections_to_outputs(executed, is_new=True))
-    if not isinstance(run, dict) or "code" in run:
+    name, sha256 = shown_run(executed)
+    path = folder / "results" / "runs" / f"{name}"
+    if not path.is_file():
+        refuse(folder, [*wrong, f"the run that its outputs name is missing: {name}"], "run")
+    run = read_json(path)
+    if not isinstance(run, dict) or set(ADDED) & set(run):
         wrong.append("its JSON is not the one that the notebook's last cell wrote")
-    elif shown_run(executed) != (paths[0].name, digest(text_of(run))):
+    elif digest(text_of(run)) != sha256:
         wrong.append("its JSON is not the one that the notebook's outputs name")
     else:
         wrong += objections_to_data("run", run)
@@ -152,12 +161,15 @@ def take_run(folder):
     refuse(folder, wrong, "run")
     notebook = nbformat.read(shared.NOTEBOOK, as_version=4)
     for cell, ran in zip(shared.code_cells(notebook), shared.code_cells(executed), strict=True):
-        cell.outputs = [out for out in ran.outputs if not PROGRESS.fullmatch(out.get("text", "x"))]
+        for output in ran.outputs:
+            if "text" in output:
+                output.text = PROGRESS.sub("", output.text)
+        cell.outputs = [output for output in ran.outputs if output.get("text", "x").strip()]
         cell.execution_count = ran.execution_count
     notebook.metadata["outputs"] = outputs_of(notebook)
-    run |= {"code": shared.code_of("run", executed)}
-    write_tables(notebook, {"runs": read_runs() | {paths[0].name: run}})
-    shared.write(results() / "runs" / paths[0].name, run)
+    run |= {"code": shared.code_of("run", executed), "sha256": sha256}
+    write_tables(notebook, {"runs": read_runs() | {name: run}})
+    shared.write(results() / "runs" / name, run)
 
 
 def refuse(path, wrong, kind):
@@ -184,7 +196,7 @@ def record_of(notebook, new=None):
     What was not measured is None.
     """
     record = {"runs": read_runs()}
-    for kind in TOOLS:
+    for kind in set(COMMANDS) - {"run"}:
         path = results() / f"{kind}.json"
         record[kind] = read_json(path) if path.exists() else None
     record |= new or {}
@@ -197,21 +209,17 @@ def record_of(notebook, new=None):
 
 def tables_of(record):
     """Return {name of a table: its text}; where nothing was measured, a sentence says so."""
-    writers = {
-        "speedups": ("run", speedups_table),
-        "pipes": ("rehearsal", pipes_table),
-        "rehearsal": ("rehearsal", rehearsal_table),
-        "training": ("training", training_table),
-        "tests": ("tests", tests_table),
-    }
     tables = {}
-    for name, (kind, write_table) in writers.items():
+    for name, (kind, write_rows, origin, _) in TABLES.items():
         measured = record[kind]
         tables[name] = f"Nothing was measured yet: {COMMANDS[kind]}."
         if measured:
-            rows = write_table(record)
-            verb = "Counted" if name == "pipes" else "Measured"
-            tables[name] = f"{markdown(rows)}\n\n{origin(kind, measured, verb)}"
+            versions = {"torch": "torch", "Triton": "triton", "bitsandbytes": "bitsandbytes"}
+            versions = [f"{label} {measured['versions'][key]}" for label, key in versions.items()]
+            line = f"{origin.format(**measured)} ({', '.join(versions)})."
+            if measured.get("code") != shared.code_of(kind):
+                line += " **Measured with earlier code.**"
+            tables[name] = f"{markdown(write_rows(record))}\n\n{line}"
     if record["run"]:
         tables["speedups"] += other_runs(record)
     return tables
@@ -224,19 +232,6 @@ def markdown(rows):
     are_numbers = [all(map(number.fullmatch, table[name])) for name in table]
     sides = ["right" if each else "left" for each in are_numbers]
     return table.to_markdown(index=False, disable_numparse=True, colalign=sides)
-
-
-def origin(kind, measured, verb):
-    """Return the line that says where and when, and whether the code is another one by now."""
-    labels = {"torch": "torch", "triton": "Triton", "bitsandbytes": "bitsandbytes"}
-    versions = [f"{label} {measured['versions'][name]}" for name, label in labels.items()]
-    text = f"{verb} on {measured['date']}"
-    if verb == "Measured":
-        text += " with the GPU {gpu} and the host {host}".format(**measured)
-    text += f" ({', '.join(versions)})."
-    if measured.get("code") != shared.code_of(kind):
-        text += f" **{verb} with earlier code.**"
-    return text
 
 
 def speedups_table(record):
@@ -318,6 +313,16 @@ def tests_table(record):
     return [{name: str(data[name]) for name in ("GPUs", "passed", "failed", "skipped")}]
 
 
+MEASURED = "Measured on {date} with the GPU {gpu} and the host {host}"
+TABLES = {  # {name: (the kind of its measurement, what writes its rows, its line, where it stands)}
+    "speedups": ("run", speedups_table, MEASURED, ("the page", "README.md")),
+    "pipes": ("rehearsal", pipes_table, "Counted on {date}", ("the page",)),
+    "rehearsal": ("rehearsal", rehearsal_table, MEASURED, ("the page",)),
+    "training": ("training", training_table, MEASURED, ("README.md",)),
+    "tests": ("tests", tests_table, MEASURED, ("README.md",)),
+}
+
+
 def with_tables(text, tables):
     """Return the text with {name: table} between the marks of each name."""
     for name, table in tables.items():
@@ -329,44 +334,46 @@ def with_tables(text, tables):
 # The check
 
 
-def objections_to_marks(page, readme):
+def objections_to_marks(texts):
     """Yield a sentence for each mark that does not stand once where it should."""
-    places = {"pipes": (page,), "rehearsal": (page,), "training": (readme,), "tests": (readme,)}
-    places["speedups"] = (page, readme)
-    for name, texts in places.items():
-        for text in texts:
-            where = "the page" if text is page else "README.md"
-            marks = re.findall(rf"<!-- {name}:(start|end) -->", text)
+    for name, (*_, places) in TABLES.items():
+        for where in places:
+            marks = re.findall(rf"<!-- {name}:(start|end) -->", texts[where])
             if marks != ["start", "end"]:
                 yield f"{where} must have the marks {name}:start and {name}:end, each once"
 
 
-def disagreements(notebook, readme):
-    """Yield a sentence, with what to do, for all that does not agree."""
-    page = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    lost = list(objections_to_marks(page, readme))
-    yield from lost
-    yield from objections_to_outputs(notebook, is_new=False)
+def objections_to_record(notebook, record):
+    """Yield a sentence for what does not agree in results/ and the notebook's outputs."""
     if notebook.metadata.get("outputs") != outputs_of(notebook):
         yield f"the notebook's outputs are not those that were taken in: {COMMANDS['run']}"
-    record = record_of(notebook)
     name, sha256 = shown_run(notebook)
-    if not record["run"] or digest(text_of(record["run"])) != sha256:
+    if not record["run"] or record["run"].get("sha256") != sha256:
         yield f"results/runs/ lacks the run of the notebook's outputs, {name}, as it was written"
     for file, run in record["runs"].items():
         yield from (f"results/runs/{file}: {each}" for each in objections_to_data("run", run))
-        if "code" not in run:
-            yield f"results/runs/{file} lacks its code: {COMMANDS['run']}"
-    for kind in TOOLS:
+        if "code" not in run or run.get("sha256") != digest(text_of(run)):
+            yield f"results/runs/{file} is not as it was taken in: {COMMANDS['run']}"
+    for kind in sorted(set(COMMANDS) - {"run"}):
         if record[kind]:
             objections = objections_to_data(kind, record[kind].get("data") or {})
             yield from (f"results/{kind}.json: {each}" for each in objections)
-    if lost:
-        return
-    tables = tables_of(record)
-    for where, text in (("the page", page), ("README.md", readme)):
-        if with_tables(text, tables) != text:
-            yield f"{where} does not show the record's tables: run tools/record.py"
+
+
+def disagreements(notebook, readme):
+    """Return sentences, with what to do, for all that does not agree."""
+    page = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    texts = {"the page": page, "README.md": readme}
+    record = record_of(notebook)
+    found = [*objections_to_marks(texts), *objections_to_record(notebook, record)]
+    if not found:  # else tables cannot be written
+        tables = tables_of(record)
+        found = [
+            f"{where} does not show the record's tables: run tools/record.py"
+            for where, text in texts.items()
+            if with_tables(text, tables) != text
+        ]
+    return [*objections_to_outputs(notebook, is_new=False), *found]
 
 
 def stale(record):
@@ -383,7 +390,7 @@ def main(arguments):
     match arguments:
         case ["check", *fresh] if fresh in ([], ["--fresh"]):
             readme = (shared.ROOT / "README.md").read_text(encoding="utf-8")
-            found = list(disagreements(notebook, readme))
+            found = disagreements(notebook, readme)
             if fresh:
                 found += stale(record_of(notebook))
             if found:

