@@ -46,6 +46,19 @@ def test_a_compiled_1_by_n_weight_comes_back_transposed(planned, as_parameter):
     assert out.shape == (128, 32)
 
 
+def test_a_compiled_weight_of_one_byte_keeps_its_shape(planned):
+    """A tensor without dimensions, and a state of (1, 2): eager and compiled code give [1, 2]."""
+    layer = planned.made(shape=(1, 2))
+    packed = layer.weight.reshape(())
+    for weight in (packed, torch.nn.Parameter(packed, requires_grad=False)):
+        layer.weight = weight
+        outs = [planned.dequantize(layer)]
+        outs.append(compiled(planned.nf4.dequantize_nf4)(layer.weight, layer.quant_state))
+        assert [out.shape for out in outs] == [(1, 2), (1, 2)]
+        for out in outs:
+            planned.assert_right(out, layer)
+
+
 @pytest.mark.parametrize(
     "dtype, nested", [(torch.bfloat16, True), (torch.float32, False)], ids=["bf16", "fp32, plain"]
 )

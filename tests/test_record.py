@@ -315,7 +315,7 @@ REFUSED = {  # {what is wrong with a run: (what makes it so, the words of the se
     "its own hash": (edit_run(code="0123"), "not the one that the notebook's last cell wrote"),
     "another run's times": (edit_run(seconds=1), "not the one that the notebook's outputs name"),
     "a truncated record": (spoil("results/runs/N*.json", '{"gpu": '), "cannot be read"),
-    "no record": (spoil("results/runs/N*.json", None), "is missing: NVIDIA-H200.json"),
+    "no record": (spoil("results/runs/N*.json", None), "it lacks the run .*NVIDIA-H200.json"),
     "a truncated notebook": (spoil("nf4_triton.ipynb", "{"), "cannot be read"),
     "no notebook": (spoil("nf4_triton.ipynb", None), "it has no nf4_triton.ipynb"),
 }

@@ -34,6 +34,7 @@ COMMANDS = {
     "rehearsal": "run tools/t4.py rehearse DIR on a GPU, then tools/record.py DIR/rehearsal.json",
     "tests": "run pytest tests --tally tests.json on a GPU, then tools/record.py tests.json",
 }
+TOOLS = [kind for kind in COMMANDS if kind != "run"]  # each writes one file
 ADDED = ("code", "sha256")  # what take_run adds to a run
 PROGRESS = re.compile(r"\r?rounds:[^\r\n]*|\r *")  # a bar, and what clears its line
 ROWS = {  # of the first table: {contender: what the reader sees}
@@ -145,9 +146,9 @@ def take_run(folder):
     executed = nbformat.reads(json.dumps(read_json(folder / "nf4_triton.ipynb")), as_version=4)
     wrong = list(objections_to_outputs(executed, is_new=True))
     name, sha256 = shown_run(executed)
-    path = folder / "results" / "runs" / f"{name}"
+    path = folder / "results" / "runs" / (name or "")
     if not path.is_file():
-        refuse(folder, [*wrong, f"the run that its outputs name is missing: {name}"], "run")
+        refuse(folder, [*wrong, f"it lacks the run that its outputs name: {path}"], "run")
     run = read_json(path)
     if not isinstance(run, dict) or set(ADDED) & set(run):
         wrong.append("its JSON is not the one that the notebook's last cell wrote")
@@ -196,7 +197,7 @@ def record_of(notebook, new=None):
     What was not measured is None.
     """
     record = {"runs": read_runs()}
-    for kind in set(COMMANDS) - {"run"}:
+    for kind in TOOLS:
         path = results() / f"{kind}.json"
         record[kind] = read_json(path) if path.exists() else None
     record |= new or {}
@@ -210,16 +211,11 @@ def record_of(notebook, new=None):
 def tables_of(record):
     """Return {name of a table: its text}; where nothing was measured, a sentence says so."""
     tables = {}
-    for name, (kind, write_rows, origin, _) in TABLES.items():
+    for name, (kind, write_rows, line, _) in TABLES.items():
         measured = record[kind]
         tables[name] = f"Nothing was measured yet: {COMMANDS[kind]}."
         if measured:
-            versions = {"torch": "torch", "Triton": "triton", "bitsandbytes": "bitsandbytes"}
-            versions = [f"{label} {measured['versions'][key]}" for label, key in versions.items()]
-            line = f"{origin.format(**measured)} ({', '.join(versions)})."
-            if measured.get("code") != shared.code_of(kind):
-                line += " **Measured with earlier code.**"
-            tables[name] = f"{markdown(write_rows(record))}\n\n{line}"
+            tables[name] = f"{markdown(write_rows(record))}\n\n{origin(kind, measured, line)}"
     if record["run"]:
         tables["speedups"] += other_runs(record)
     return tables
@@ -232,6 +228,17 @@ def markdown(rows):
     are_numbers = [all(map(number.fullmatch, table[name])) for name in table]
     sides = ["right" if each else "left" for each in are_numbers]
     return table.to_markdown(index=False, disable_numparse=True, colalign=sides)
+
+
+def origin(kind, measured, line):
+    """Return the line below a table, with versions, and whether the code is another one by now."""
+    text = line.format(**measured)
+    text += " (torch {torch}, Triton {triton}, bitsandbytes {bitsandbytes}).".format(
+        **measured["versions"]
+    )
+    if measured.get("code") != shared.code_of(kind):
+        text += " **Measured with earlier code.**"
+    return text
 
 
 def speedups_table(record):
@@ -354,7 +361,7 @@ def objections_to_record(notebook, record):
         yield from (f"results/runs/{file}: {each}" for each in objections_to_data("run", run))
         if "code" not in run or run.get("sha256") != digest(text_of(run)):
             yield f"results/runs/{file} is not as it was taken in: {COMMANDS['run']}"
-    for kind in sorted(set(COMMANDS) - {"run"}):
+    for kind in TOOLS:
         if record[kind]:
             objections = objections_to_data(kind, record[kind].get("data") or {})
             yield from (f"results/{kind}.json: {each}" for each in objections)
