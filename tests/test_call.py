@@ -6,7 +6,6 @@ import errno
 import gc
 import itertools
 import threading
-import tracemalloc
 import types
 import weakref
 from functools import partial
@@ -192,20 +191,6 @@ def as_launcher(launch_kernel):
     return "torch._C._StaticCudaLauncher", types.SimpleNamespace(_launch_kernel=launch_kernel)
 
 
-@needs_two
-def test_another_gpu_stays_current_where_a_launch_fails(planned):
-    launch_kernel = mock.Mock(wraps=torch._C._StaticCudaLauncher._launch_kernel)
-    planned.patch.setattr(*as_launcher(launch_kernel))
-    layer = planned.layer_with_plan()
-    launch_kernel.side_effect = torch.OutOfMemoryError("no memory")
-    if not GPU:
-        helpers.CURRENT.device = 1
-    with torch.cuda.device(1) if GPU else contextlib.nullcontext():
-        with pytest.raises(torch.OutOfMemoryError):
-            planned.dequantize(layer)
-        assert planned.nf4._cuda_getDevice() == 1
-
-
 # The trial: a sample whose bits a plan must get right before plans are trusted.
 
 
@@ -322,13 +307,6 @@ def test_no_memory_that_was_freed_holds_a_samples_output(nf4):
     assert (samples[0] != samples[1]).float().mean() > 0.5
 
 
-class PassingFunctionMode(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in (torch.zeros, torch.arange, torch.zeros_like):
-            raise AssertionError("a trial's own work went through a user's mode")
-        return function(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def default_dtype(dtype):
     torch.set_default_dtype(dtype)
@@ -340,22 +318,20 @@ SURROUNDINGS = {
     "bf16 as default": partial(default_dtype, torch.bfloat16),
     "fp64 as default": partial(default_dtype, torch.float64),
     "meta as default device": lambda: torch.device("meta"),
-    "a mode for functions": PassingFunctionMode,
     "inference mode": torch.inference_mode,
     "autocast": partial(torch.autocast, "cuda" if GPU else "cpu", torch.bfloat16),
 }
 
 
-@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
 @pytest.mark.parametrize("what", SURROUNDINGS)
-def test_a_trial_does_not_depend_on_its_surroundings(planned, what, nested):
-    for dtype in helpers.DTYPES:
+def test_a_trial_does_not_depend_on_its_surroundings(planned, what):
+    for dtype, nested in itertools.product(helpers.DTYPES, (True, False)):
         layer = planned.made(dtype=dtype, nested=nested)
         with SURROUNDINGS[what]():
             out = planned.dequantize(layer)
         planned.assert_right(out, layer)
     assert all(found.func is planned.nf4.torch_launcher for found in planned.nf4.TRIALS.values())
-    assert len(planned.nf4.TRIALS) == 3
+    assert len(planned.nf4.TRIALS) == 6
 
 
 # What fails for good: bitsandbytes or Triton's launcher does the work, and the log says so once.
@@ -658,35 +634,6 @@ def test_torchs_launcher_holds_its_compiled_kernel(planned):
     assert held() is not None and callable(launcher)
 
 
-@pytest.mark.gpu  # Triton's interpreter leaves objects to the collector
-def test_new_shapes_leave_no_memory_behind_without_the_garbage_collector(planned, no_collector):
-    n_shapes = 2000
-    layer = planned.made(shape=(n_shapes, 64))
-    weight, state = layer.weight, layer.quant_state
-    absmax, absmax2 = state.absmax, state.state2.absmax
-
-    def call(n):
-        layer.weight = weight[: 32 * n]
-        state.shape, state.absmax = torch.Size((n, 64)), absmax[:n]
-        state.state2.absmax = absmax2[: -(-n // 256)]
-        planned.dequantize(layer)
-
-    def call_all():
-        for n in range(1, n_shapes + 1):
-            call(n)
-        assert planned.n_plans() == n_shapes
-        planned.nf4.PLANS.clear()
-
-    call_all()  # compiles, and fills the lists in which Python keeps freed tuples
-    tracemalloc.start()
-    try:
-        call_all()
-        n_bytes, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert n_bytes < 500 * n_shapes
-
-
 @pytest.mark.gpu
 def test_a_kernels_first_call_needs_little_more_than_the_output(planned):
     layer = planned.made(dtype=torch.bfloat16, shape=(16384, 4096))
@@ -695,32 +642,6 @@ def test_a_kernels_first_call_needs_little_more_than_the_output(planned):
     out = planned.dequantize(layer)
     assert planned.nf4.TRIALS, "the peak is that of a call with a trial"
     assert torch.cuda.max_memory_allocated() - before <= 1.1 * out.nbytes
-
-
-@pytest.mark.gpu
-def test_no_allocation_fails_where_memory_is_short(planned):
-    """bitsandbytes, too, makes do with room for one output."""
-    layer = planned.made(dtype=torch.bfloat16, shape=(16384, 4096))
-    n_bytes = 2 * 16384 * 4096
-    gc.collect()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    failures = ("num_ooms", "num_alloc_retries")
-    before = [torch.cuda.memory_stats()[name] for name in failures]
-    room = torch.cuda.memory_reserved() + 1.4 * n_bytes
-    torch.cuda.set_per_process_memory_fraction(room / total)
-    try:
-        out = None
-        for _ in range(8):
-            del out  # its memory is for the next one
-            out = planned.dequantize(layer)
-        after = [torch.cuda.memory_stats()[name] for name in failures]
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.cuda.empty_cache()
-    assert after == before
-    assert planned.n_by_operator == 1, "the first call left a plan"
-    planned.assert_right(out, layer)
 
 
 # Threads and graphs.
