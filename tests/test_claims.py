@@ -65,7 +65,7 @@ def test_the_challenges_constants_are_those_that_it_names(nf4):
     assert default(nf4.test_dequantize, "loops") == nf4.N_LOOPS == 1000
     assert default(nf4.test_dequantize, "dtype") is None, "each option in its own dtype"
     assert (default(nf4.race, "rounds"), default(nf4.race, "loops")) == (50, 100)
-    assert default(nf4.time_kernels, "rounds") == 9
+    assert default(nf4.time_kernels, "rounds") == 9 and default(nf4.official_runs, "runs") == 5
     assert nf4.COPY_BYTES_PER_S == 240e9 and nf4.PUBLISHED_S == (3.714, 4.116)
     assert nf4.STEPS == (1.05, 1.10, 1.15)
     assert nf4.BYTES_PER_WEIGHT == 2.515625 and nf4.SPLIT_BYTES_PER_WEIGHT == 2.765625
@@ -182,7 +182,7 @@ def test_wrong_weights_are_not_timed(nf4, options, monkeypatch, what):
 
 
 def test_the_official_runs_meet_a_drift_alike(nf4):
-    """The host slows down all the while; the first run of all is not counted."""
+    """The host slows down all the while; the first run of a dtype is not counted."""
     ran, layers = [], nf4.MLP(64, 128).layers()
 
     def test(fx, dtype=None):
@@ -191,14 +191,16 @@ def test_the_official_runs_meet_a_drift_alike(nf4):
 
     ours, unsloth = mock.Mock(wraps=right), mock.Mock(wraps=right)
     contenders = {"Unsloth": unsloth, "ours": ours}
-    rows = nf4.official_runs(contenders, {"fp16": torch.float16}, layers, test)
-    order = (ours, unsloth, unsloth, ours, ours, unsloth)
-    assert ran == [(ours, None)] + [(fx, torch.float16) for fx in order]
-    seconds = {"ours": [2, 5, 6], "Unsloth": [3, 4, 7]}
+    rows = nf4.official_runs(contenders, {"fp16": torch.float16, "mix": None}, layers, test)
+    order = (ours, ours, unsloth, unsloth, ours, ours, unsloth, unsloth, ours, ours, unsloth)
+    assert ran == [(fx, dtype) for dtype in (torch.float16, None) for fx in order]
+    seconds = {"ours": [2, 5, 6, 9, 10], "Unsloth": [3, 4, 7, 8, 11]}
     for name, expected in seconds.items():
-        assert [row["seconds"] for row in rows if row["contender"] == name] == expected
+        found = [row for row in rows if row["contender"] == name and row["dtype"] == "fp16"]
+        assert [row["seconds"] for row in found] == expected
+        assert [row["run"] for row in found] == [1, 2, 3, 4, 5]
     found = nf4.speedups(rows, "seconds", "median")
-    assert found == [{"over": "Unsloth", "fp16": 4 / 5}]
+    assert found == [{"over": "Unsloth", "fp16": 7 / 6, "mix": 18 / 17}]
 
 
 def test_without_right_bits_of_unsloth_no_test_is_reported(nf4, capsys):
@@ -628,21 +630,14 @@ def test_the_plot_shows_gigabytes_per_second(nf4):
         assert gb_per_s == pytest.approx([factor * rate for rate in ours])
 
 
-def test_kernels_and_bytes_beyond_the_output_are_told(nf4, monkeypatch):
+def test_each_kernel_of_a_call_is_told(nf4, monkeypatch):
     """The stand-in for the profiler sees what ran until the wait; a helper runs on the CPU."""
-    allocated, ran, waited_for, events = [100], [], [], []
+    ran, waited_for, events = [], [], []
 
     def call():
-        allocated[0] += 64 + 7  # an output of 64 bytes, and 7 bytes that were freed again
-        for device, name in (
-            ("CPU", "helper"),
-            ("CUDA", "kernel"),
-            ("CUDA", "fill"),
-            ("CUDA", "fill"),
-        ):
+        for device, name in (("CPU", "a"), ("CUDA", "kernel"), ("CUDA", "fill"), ("CUDA", "fill")):
             device_type = types.SimpleNamespace(name=device)
             ran.append(types.SimpleNamespace(name=name, device_type=device_type))
-        return torch.ones(16)
 
     @contextlib.contextmanager
     def profile():
@@ -650,8 +645,18 @@ def test_kernels_and_bytes_beyond_the_output_are_told(nf4, monkeypatch):
         events.extend(waited_for)
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited_for.extend(ran))
-    seen = nf4.observe(call, lambda: allocated[0], profile)
-    assert seen == {"kernels": ["kernel", "fill", "fill"], "output_bytes": 64, "extra_bytes": 7}
+    assert nf4.kernels_of(call, profile) == ["kernel", "fill", "fill"]
+
+
+def test_bytes_beyond_the_output_are_told(nf4):
+    """Those that were freed again count, too."""
+    allocated = [100]
+
+    def call():
+        allocated[0] += 64 + 7
+        return torch.ones(16)
+
+    assert nf4.bytes_of_call(call, lambda: allocated[0]) == (64, 7)
 
 
 # Where the time goes, and the estimate

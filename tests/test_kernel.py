@@ -305,7 +305,7 @@ source = triton.compiler.ASTSource(fused, signature, {(3,): 128})
 target = triton.backends.compiler.GPUTarget("cuda", 75, 32)
 control = t4.instructions(triton.compile(source, target=target))
 assert any(name.startswith("FFMA") for name in control), "the count sees no FMA"
-pipe = "FMA: products and sums of fp32, moves, addresses"
+pipe = "fp32: products and sums; also moves and addresses"
 assert t4.by_pipe(["FFMA"], 2)[pipe] == 1 / 2
 for dtype, most in (("*fp16", 173), ("*bf16", 235)):
     compiled = t4.compile_ours(nf4, dtype)

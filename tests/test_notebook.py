@@ -137,7 +137,7 @@ def test_the_kernels_take_about_as_long_as_a_copy(run):
 
 def test_what_is_said_of_the_shown_run_holds_for_it(run):
     """The first screen and sections 1 and 6."""
-    assert 120 < run["seconds"] < 180, "two to three minutes"
+    assert 140 < run["seconds"] < 220, "about three minutes"
     official = pd.DataFrame(run["official"]).groupby(["dtype", "contender"])["seconds"]
     assert (official.max() / official.min()).max() > 1.1, "runs differ much"
 
@@ -158,21 +158,17 @@ def test_where_the_time_goes_is_as_the_text_says(run):
     assert 1 < over["Unsloth, buffer"] < 1.2, "over that one, we are only a little faster"
 
 
-def test_what_a_t4_may_miss_is_what_the_estimate_says(run, nf4, monkeypatch):
+def test_what_a_t4_may_miss_is_what_the_estimate_says(run, nf4):
     """The first screen and README."""
     assert run["estimate"], "after a run on a T4, write the first screen and section 8 anew"
     over = [row["over Unsloth"] for row in run["estimate"]]
     assert min(over) < 1.05 and max(over) > 1.15, "any of the three steps may be missed"
     assert min(row["over three launches"] for row in run["estimate"]) > 1.12, "near 1.15"
-    middle = (min(over) + max(over)) / 2
     lowest = min(run["estimate"], key=lambda row: row["over Unsloth"])
     assert lowest["factor"] < 1, "an unlikely row sets the low end"
     assert all(over[i] < over[i + 3] for i in range(3)), "a longer published time gives more"
     over = [row["over Unsloth"] for row in nf4.estimate_t4(run["parts"], slowness=1.05)]
     assert min(over) < 1.01, "there might be no speedup at all"
-    monkeypatch.setattr(nf4, "COPY_BYTES_PER_S", 200e9)  # what a report from a T4 has
-    over_200 = [row["over Unsloth"] for row in nf4.estimate_t4(run["parts"]) if row["share"] == 1]
-    assert max(over_200) < middle, "that report points to the lower half of the range"
 
 
 def test_the_memory_sets_the_pace_on_a_t4_by_the_count():

@@ -28,7 +28,7 @@ PIPES = {
     "ALU: integers, compares, selects, shifts, logic": (
         64, "IADD3 LOP3 SHF LEA ISETP FSETP SEL FSEL PRMT SGXT IMNMX FMNMX PLOP3 IABS MOV BMSK"
     ),
-    "FMA: products and sums of fp32, moves, addresses": (64, "FMUL FADD FFMA IMAD"),
+    "fp32: products and sums; also moves and addresses": (64, "FMUL FADD FFMA IMAD"),
     "conversions": (16, "F2F F2I I2F I2I F2FP FRND"),
     "warp shuffles": (32, "SHFL"),
     "loads and stores": (None, "LDG STG LDS STS LDC LDL STL"),
