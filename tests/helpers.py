@@ -123,7 +123,7 @@ def in_a_process(script, **environment):
 # things; the tests named here would fail there if a stand-in promised too much.
 #
 #   emulate_assembly  the kernel's two instructions    test_kernel: ..._has_bitsandbytes_bits
-#   Compiled          what Triton compiles, and its    test_call: test_each_kernel_is_tried_once
+#   Compiled          what Triton compiles, and its    test_call: test_a_trial_does_not_depend...
 #                     own launcher                     test_call: test_what_fails_...
 #   PlansOnCPU        torch's launcher and allocator   test_call: test_a_change_is_seen
 #                     the current stream               test_call: test_the_current_stream_is_used

@@ -79,24 +79,6 @@ def test_layers_come_from_the_options_seed(nf4, options):
         assert are_equal == torch.equal(first[0], second[0]) == (second is made[1])
 
 
-ONES = torch.ones(2, 2, dtype=torch.float16)
-DIFFERENT = {  # {what: (x, y)}; the first three by a little more than torch tolerates
-    "0.2 % in fp16": (1.002 * ONES, ONES),
-    "2.3 % in bf16": (1.023 * ONES.bfloat16(), ONES.bfloat16()),
-    "0.00002 at 0": (0 * ONES + 2e-5, 0 * ONES),
-    "a NaN": (ONES.clone().fill_diagonal_(torch.nan), ONES),
-    "another dtype": (ONES.float(), ONES),
-    "other strides": (ONES, ONES.t()),
-}
-
-
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_weights_that_differ_are_refused(nf4, what):
-    x, y = DIFFERENT[what]
-    with pytest.raises(AssertionError, match="^a weight: "):
-        nf4.assert_same(x, y, "a weight", y.dtype)
-
-
 OTHERS = {"quant_type": "fp4", "blocksize": 128, "absmax": torch.ones(1), "dtype": torch.float32}
 OTHERS["state2"] = types.SimpleNamespace(absmax=torch.ones(1), code=torch.ones(1), blocksize=128)
 
@@ -170,6 +152,7 @@ def wrong_down(layer):
 WRONG = {  # {what: a contender whose weights test_dequantize must refuse}
     "0.1 % off": lambda layer: right(layer) * 1.001,
     "wrong in the third weight alone": wrong_down,
+    "other strides": lambda layer: right(layer).t().contiguous().t(),
     "the layer is zeroed": zeroing,
 }
 
@@ -381,7 +364,7 @@ def race_rows(**us):
     return rows
 
 
-def test_a_speedup_is_what_a_reader_divides(nf4):
+def test_a_speedup_is_their_time_over_ours(nf4):
     rows = race_rows(ours=(10, 10, 20), Unsloth=(15, 20, 45))
     assert nf4.speedups(rows, "us", "sum") == [
         {"over": "Unsloth", "fp16": 80 / 40, "bf16": 160 / 80, "mix": 145 / 70},
@@ -484,7 +467,7 @@ def test_on_a_gpu_the_cases_are_the_challenges_shapes(nf4, monkeypatch):
         assert ((blocksize // 8 + 1, 4096), torch.float16, blocksize) in shapes
 
 
-def test_what_bitsandbytes_has_to_do_is_odd(nf4, device):
+def test_cases_show_what_the_kernel_refuses(nf4, device):
     """In size, in address, by gaps, or by an offset in fp64; each in all dtypes."""
     found = {"size": set(), "address": set(), "gaps": set(), "offset": set()}
     for _, weight, state in nf4.cases_for_bitsandbytes(device):
@@ -678,16 +661,6 @@ def known_parts(nf4, *left_out):
 RANKS = {"ours": 1, "floor": 0.5, "Triton's launcher": 1.5, "kernel[grid]": 2.5}
 OUR_KERNEL = tuple(RANKS)
 RANKS |= {"Unsloth": 3, "Unsloth, buffer": 2, "three launches": 4, "PEFT": 5}
-
-
-def test_a_call_is_its_kernel_and_cpu_time_over_the_mix(nf4):
-    """The mix is the first shape in fp16 and the others in bf16: 10, 40 and 60 µs of ours."""
-    ours_us, theirs_us = 110 / 3, 220 / 3
-    split_us = theirs_us * 2.765625 / 2.515625
-    found = {row["contender"]: (row["kernel_us"], row["cpu_us"]) for row in known_parts(nf4)}
-    kernel_us = dict.fromkeys(RANKS, theirs_us) | dict.fromkeys(OUR_KERNEL, ours_us)
-    kernel_us |= dict.fromkeys(("three launches", "PEFT"), split_us)
-    assert found == {name: pytest.approx((kernel_us[name], 100 * RANKS[name])) for name in RANKS}
 
 
 def test_the_chart_has_a_bar_for_each_contender(nf4):

@@ -147,18 +147,6 @@ def test_the_operator_takes_no_index_that_is_no_dtypes(nf4, pair, index):
         nf4.OPERATOR(*tensors, shape, index, *blocksizes)
 
 
-@pytest.mark.parametrize("has_state2", [True, False], ids=["state2 left over", "no state2"])
-def test_a_state_says_itself_whether_it_is_nested(planned, has_state2):
-    """As bitsandbytes reads it: `nested` counts, and not what else a state holds."""
-    layer = planned.made(nested=False)
-    if has_state2:
-        nested = planned.made().quant_state
-        layer.quant_state.state2, layer.quant_state.offset = nested.state2, nested.offset
-    else:
-        del layer.quant_state.state2
-    assert [planned.ran(layer) for _ in range(2)] == ["operator", "plan"]
-
-
 @pytest.mark.parametrize("device, cuda", [("cpu", "13.0"), ("cuda:0", None)], ids=["CPU", "AMD"])
 def test_the_kernel_takes_no_cpu_and_no_amd_gpu(nf4, monkeypatch, device, cuda):
     """An AMD GPU is "cuda", too, and Triton cannot assemble the kernel's instructions for it."""

@@ -260,16 +260,6 @@ def test_outside_every_context_nothing_of_ours_runs(
     assert n_ours() == 1, "a later context works, and wraps nothing twice"
 
 
-def test_the_last_context_of_several_puts_bitsandbytes_back(integrations, cuda_ops):
-    product = getattr(cuda_ops, PRODUCT)
-    first = integrations.in_bitsandbytes()
-    first.__enter__()
-    with integrations.in_bitsandbytes():
-        first.__exit__(None, None, None)
-        assert bnb.functional.dequantize_4bit is not STOCK, "the second is still open"
-    assert bnb.functional.dequantize_4bit is STOCK and getattr(cuda_ops, PRODUCT) is product
-
-
 def test_an_error_in_the_last_context_puts_bitsandbytes_back(integrations):
     with pytest.raises(KeyError), integrations.in_bitsandbytes():
         raise KeyError

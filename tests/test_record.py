@@ -132,6 +132,15 @@ def test_a_run_on_a_tesla_t4_and_no_other_counts_as_one(tmp_path, project, gpu, 
     assert ("on a T4, estimated" in readme()) != is_t4
 
 
+def test_the_notebooks_last_cell_names_its_run_as_it_is_looked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = shared.code_cells()[-1].source
+    names = {"GPU": True, "gpu": "NVIDIA H200", "BEGAN": 0.0, "RECORD": made_up_run()}
+    exec(f"import hashlib, json, re, time\nfrom pathlib import Path\n{source}", names)
+    name, sha256 = record.shown_run({"outputs": capsys.readouterr().out})
+    assert record.digest((tmp_path / "results" / "runs" / name).read_text()) == sha256
+
+
 # What check must see.
 
 
@@ -247,15 +256,6 @@ def test_after_an_edit_the_figures_stay_and_say_so(tmp_path, project, what):
     assert "| 1.50 | 1.50 | 2.50 |" in readme() and "| 3.00 | 2.00 | 1.50 |" in readme()
 
 
-def test_a_cell_more_that_was_not_run_is_no_disagreement(tmp_path, project):
-    take_all(tmp_path)
-    notebook = nbformat.read(shared.NOTEBOOK, as_version=4)
-    notebook.cells.insert(9, nbformat.v4.new_code_cell("1 + 1"))
-    shared.write(shared.NOTEBOOK, nbformat.writes(notebook) + "\n")
-    record.main([])
-    assert found_by_check() == []
-
-
 def test_other_runs_of_earlier_code_are_counted(tmp_path, project):
     take_all(tmp_path, made_up_run("NVIDIA H100", 2.0))
     edit_source("race", "loops=100", "loops=99")(project)
@@ -366,6 +366,8 @@ def test_what_is_interrupted_leaves_results_as_they_were(tmp_path, project, n_wr
         with pytest.raises(KeyboardInterrupt):
             record.main([str(folder)])
     assert not (project / "results").exists()
+    with pytest.raises(SystemExit, match="lacks the run of the outputs"):
+        record.main([])  # would write that nothing was measured
     record.main([str(folder)])
     assert "| 1.50 | 1.50 | 2.50 |" in readme()
 
@@ -373,10 +375,10 @@ def test_what_is_interrupted_leaves_results_as_they_were(tmp_path, project, n_wr
 # The tools that measure.
 
 
-@pytest.mark.parametrize("part", ["all", "a file is missing", "-k", "-x"])
+@pytest.mark.parametrize("part", ["all", "a file is missing", "-k", "-x", "test_call.py::test"])
 def test_a_tally_of_a_part_of_the_tests_is_refused(part):
     options = {"--tally": "tally.json", "maxfail": 1 if part == "-x" else 0}
-    config = types.SimpleNamespace(getoption=options.get)
+    config = types.SimpleNamespace(getoption=options.get, args=[part])
     files = sorted(path for path in (ROOT / "tests").glob("test_*.py") if "faults" not in path.name)
     items = [types.SimpleNamespace(path=path, keywords=(), config=config) for path in files]
     if part == "-k":

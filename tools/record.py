@@ -46,9 +46,12 @@ ROWS = {  # of the first table: {contender: what the reader sees}
 
 
 def read_json(path):
-    """Return the file's content, or end with a sentence."""
+    """Return the file's object, or end with a sentence."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"expected a JSON object, got {type(found).__name__}")
+        return found
     except (OSError, ValueError) as error:
         raise SystemExit(f"{path} cannot be read: {error}\nNothing was changed.") from None
 
@@ -96,7 +99,7 @@ def objections_to_outputs(notebook, is_new):
     """
     n_run = 0
     for cell in shared.code_cells(notebook):
-        title = cell.source.splitlines()[0]
+        title = cell.source.partition("\n")[0]
         if any(output.output_type == "error" for output in cell.outputs):
             yield f"this cell failed: {title}"
         elif cell.execution_count or cell.outputs or is_new:
@@ -114,9 +117,11 @@ def objections_to_data(kind, data):
     if kind in ("run", "rehearsal"):
         if not data["compared"]:
             yield "it compared no bits"
-        n_differing = sum(row["differing"] for row in data["compared"])
+        n_differing = sum(abs(row["differing"]) for row in data["compared"])
         if n_differing:
             yield f"the bits of {n_differing:,} weights differ from bitsandbytes'"
+    if kind == "rehearsal" and not (data["kernels"] and data["pipes"]):
+        yield "it compiled no kernel, or counted none"
     if kind == "run":
         if not {row["dtype"] for row in data["race"] if row["contender"] == "Unsloth"} > {"mix"}:
             yield "Unsloth is not in its race"
@@ -128,8 +133,8 @@ def take(path):
         take_run(path)
         return
     found = read_json(path)
-    kind = found.get("kind") if isinstance(found, dict) else None
-    if kind not in COMMANDS or kind == "run":
+    kind = found.get("kind")
+    if kind not in TOOLS:
         raise SystemExit(f"{path}: expected what a tool measured, got the kind {kind!r}.")
     wrong = [] if found.get("gpu") else ["it was made without a GPU"]
     if found.get("code") != shared.code_of(kind):
@@ -146,11 +151,13 @@ def take_run(folder):
     executed = nbformat.reads(json.dumps(read_json(folder / "nf4_triton.ipynb")), as_version=4)
     wrong = list(objections_to_outputs(executed, is_new=True))
     name, sha256 = shown_run(executed)
-    path = folder / "results" / "runs" / (name or "")
+    if name is None:
+        refuse(folder, [*wrong, "its notebook ran without a GPU, or not to its end"], "run")
+    path = folder / "results" / "runs" / name
     if not path.is_file():
         refuse(folder, [*wrong, f"it lacks the run that its outputs name: {path}"], "run")
     run = read_json(path)
-    if not isinstance(run, dict) or set(ADDED) & set(run):
+    if set(ADDED) & set(run):
         wrong.append("its JSON is not the one that the notebook's last cell wrote")
     elif digest(text_of(run)) != sha256:
         wrong.append("its JSON is not the one that the notebook's outputs name")
@@ -320,13 +327,13 @@ def tests_table(record):
     return [{name: str(data[name]) for name in ("GPUs", "passed", "failed", "skipped")}]
 
 
-MEASURED = "Measured on {date} with the GPU {gpu} and the host {host}"
+LINE = "Measured on {date} with the GPU {gpu} and the host {host}"
 TABLES = {  # {name: (the kind of its measurement, what writes its rows, its line, where it stands)}
-    "speedups": ("run", speedups_table, MEASURED, ("the page", "README.md")),
+    "speedups": ("run", speedups_table, LINE, ("the page", "README.md")),
     "pipes": ("rehearsal", pipes_table, "Counted on {date}", ("the page",)),
-    "rehearsal": ("rehearsal", rehearsal_table, MEASURED, ("the page",)),
-    "training": ("training", training_table, MEASURED, ("README.md",)),
-    "tests": ("tests", tests_table, MEASURED, ("README.md",)),
+    "rehearsal": ("rehearsal", rehearsal_table, LINE, ("the page",)),
+    "training": ("training", training_table, LINE, ("README.md",)),
+    "tests": ("tests", tests_table, LINE, ("README.md",)),
 }
 
 
@@ -404,6 +411,9 @@ def main(arguments):
                 raise SystemExit("\n".join(found))
             print("page, README, results/ and the notebook's outputs agree")
         case []:
+            name, _ = shown_run(notebook)
+            if name and not (results() / "runs" / name).exists():
+                raise SystemExit(f"results/runs/ lacks the run of the outputs, {name}: put it back")
             write_tables(notebook)
         case [path]:
             take(Path(path).resolve())
