@@ -536,7 +536,7 @@ def no_collector():
     gc.enable()
 
 
-def test_plans_and_layers_are_freed_without_the_garbage_collector(planned, no_collector):
+def test_plans_and_layers_are_freed_without_a_collector(planned, no_collector):
     """A plan holds no weight and no table, and nothing but PLANS holds a plan."""
     layer = planned.layer_with_plan()
     [[plan]] = planned.nf4.PLANS.values()

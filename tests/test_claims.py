@@ -371,7 +371,7 @@ def test_a_speedup_is_their_time_over_ours(nf4):
     ]
 
 
-def test_a_tables_columns_and_rows_stand_in_the_order_of_its_rows(nf4):
+def test_a_table_keeps_the_order_of_its_rows(nf4):
     table = nf4.pivot(race_rows(ours=(1, 2, 3), another=(4, 5, 6)), "contender", "shape", "us")
     assert list(table.columns) == ["contender", *MIX] and list(table["contender"]) == [
         "ours",

@@ -159,7 +159,7 @@ def test_the_kernel_takes_no_cpu_and_no_amd_gpu(nf4, monkeypatch, device, cuda):
 
 
 @helpers.each_dtype
-def test_on_a_cpu_without_the_interpreter_bitsandbytes_does_the_work(nf4, monkeypatch, dtype):
+def test_without_the_interpreter_bitsandbytes_serves_a_cpu(nf4, monkeypatch, dtype):
     monkeypatch.setattr(nf4, "INTERPRETED", False)
     launch = mock.Mock()
     monkeypatch.setattr(nf4, "launch", launch)

@@ -238,7 +238,7 @@ ROWS = {
         ("speedups upside down", 'table / table.loc["ours"]', 'table.loc["ours"] / table',
          "over_ours"),
         ("a table's columns are sorted", "values=values, sort=False)", "values=values)",
-         "stand_in"),
+         "keeps_the_order"),
         # The chart, the estimate, torch.compile
         ("kernels exchanged", '"Unsloth": ("Unsloth", 1),', '"Unsloth": ("ours", 1),', "chart"),
         ("CPU time with the kernel's", "cpu_us = mean(call_us) - mean(kernel_us)",

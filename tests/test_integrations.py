@@ -342,7 +342,7 @@ def test_what_outlives_the_context_runs_nothing_of_ours(given, integrations, n_r
     assert n_runs() == n_inside
 
 
-def test_what_was_compiled_in_a_context_runs_nothing_of_ours_outside(device, integrations, n_runs):
+def test_compiled_code_runs_nothing_of_ours_outside_a_context(device, integrations, n_runs):
     """And the next context, or one within it, compiles nothing again."""
     layer = layer_of(device)
     expected, step = compiled(layer)(), compiled(layer)
@@ -378,9 +378,7 @@ def trained(model, ids):
 
 
 @pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit")
-def test_training_and_merging_by_transformers_and_peft_keep_stocks_bits(
-    device, integrations, n_ours
-):
+def test_training_and_merging_with_peft_keep_stocks_bits(device, integrations, n_ours):
     sizes = {"hidden_size": 64, "intermediate_size": 320, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "attn_implementation": "eager"}  # others add in any order
     model = training.build(sizes, device)

@@ -132,7 +132,7 @@ def test_a_run_on_a_tesla_t4_and_no_other_counts_as_one(tmp_path, project, gpu, 
     assert ("on a T4, estimated" in readme()) != is_t4
 
 
-def test_the_notebooks_last_cell_names_its_run_as_it_is_looked_for(tmp_path, monkeypatch, capsys):
+def test_a_run_is_found_by_what_the_last_cell_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     source = shared.code_cells()[-1].source
     names = {"GPU": True, "gpu": "NVIDIA H200", "BEGAN": 0.0, "RECORD": made_up_run()}
