@@ -42,8 +42,8 @@ def pytest_collection_finish(session):
     if config.getoption("--tally"):
         files = {item.path.name for item in session.items} | {"test_faults.py"}
         all_files = {path.name for path in Path(__file__).parent.glob("test_*.py")}
-        is_a_part = files != all_files or getattr(config, "is_a_part", False)
-        is_a_part = is_a_part or any("::" in each for each in config.args)
+        is_a_part = files != all_files or any("::" in each for each in config.args)
+        is_a_part |= getattr(config, "is_a_part", False)
         if is_a_part or config.getoption("maxfail"):  # -x ends a run before all tests have run
             raise pytest.UsageError("the tally must be of all tests: run pytest tests --tally FILE")
 

@@ -294,12 +294,13 @@ control = t4.instructions(triton.compile(source, target=target))
 assert any(name.startswith("FFMA") for name in control), "the count sees no FMA"
 pipe = "fp32: products and sums; also moves and addresses"
 assert t4.by_pipe(["FFMA"], 2)[pipe] == 1 / 2
+columns = t4.count_ours(nf4)
 for dtype, most in (("fp16", 173), ("bf16", 235)):
     compiled = t4.compile_ours(nf4, f"*{dtype}")
     nf4.evidence(compiled.asm["ptx"], n_spills=0)  # raises; the spills are looked for below
     names = t4.instructions(compiled)
-    per_weight = t4.count_ours(nf4)[f"ours, {dtype}"]
-    assert 16 * sum(per_weight.values()) == len(names), "a thread makes 16 weights"
+    per_weight = sum(columns[f"ours, {dtype}"].values())
+    assert 16 * per_weight == len(names), "a thread makes 16 weights"
     assert not any(name.startswith("FFMA") for name in names), "an FMA skips a rounding"
     stores = [name for name in names if name.startswith("STG")]
     assert len(stores) == 2 and all(".128" in name for name in stores), stores

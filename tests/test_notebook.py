@@ -199,7 +199,7 @@ def test_the_memory_sets_the_pace_on_a_t4_by_the_count():
 def machine(has_gpu, versions, pip):
     """A machine with these versions in the place of those at hand.
 
-    versions  {package: its version, None if half an install left it, "missing" if there is none}
+    versions  {package: its version, or "missing"}
     """
     at_hand = importlib.metadata.version
 

@@ -189,7 +189,12 @@ def refuse(path, wrong, kind):
 def write_tables(notebook, new=None):
     """Write the notebook and README with the tables of the record, in which `new` is newer."""
     readme = shared.ROOT / "README.md"
-    tables = tables_of(record_of(notebook, new))
+    record = record_of(notebook, new)
+    name, _ = shown_run(notebook)
+    if name and not record["run"]:  # else its table would be lost
+        lacking = f"results/runs/ lacks the run of the outputs, {name}"
+        raise SystemExit(f"{lacking}: put it back, or {COMMANDS['run']}.")
+    tables = tables_of(record)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = with_tables(cell.source, tables)
@@ -411,9 +416,6 @@ def main(arguments):
                 raise SystemExit("\n".join(found))
             print("page, README, results/ and the notebook's outputs agree")
         case []:
-            name, _ = shown_run(notebook)
-            if name and not (results() / "runs" / name).exists():
-                raise SystemExit(f"results/runs/ lacks the run of the outputs, {name}: put it back")
             write_tables(notebook)
         case [path]:
             take(Path(path).resolve())
