@@ -7,6 +7,7 @@ import helpers
 import pytest
 import shared
 import torch
+from helpers import ServedBy
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -19,44 +20,36 @@ def compiled(function, backend=BACKEND, dynamic=None):
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["sizes fixed", "sizes dynamic"])
-def test_all_weights_of_a_kind_share_one_graph(planned, dynamic):
+def test_all_weights_of_a_kind_share_one_graph(calls, dynamic):
     """At any address, with plans and without."""
     for dtype, shape in ((torch.float16, (32, 64)), (torch.float32, (3, 40))):
         counter = CompileCounterWithBackend(BACKEND)
-        function = compiled(planned.nf4.dequantize_nf4, counter, dynamic)
-        planned.nf4.PLANS.clear()
+        function = compiled(calls.nf4.dequantize_nf4, counter, dynamic)
+        calls.nf4.PLANS.clear()
         for _ in range(2):
             for offset in (4, 5, 7, 8):  # of which the kernel takes the first and the last
-                layer = planned.made(offset, dtype, shape)
+                layer = calls.layer(offset, dtype, shape)
                 layer.weight = helpers.moved(layer.weight, offset)
-                out = function(layer.weight, layer.quant_state)
-                planned.assert_right(out, layer)
-            planned.ran(layer)
+                calls.assert_right(function(layer.weight, layer.quant_state), layer)
+            calls.served_by(layer)
         assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("as_parameter", [False, True], ids=["a tensor", "a Parameter"])
-def test_a_compiled_1_by_n_weight_comes_back_transposed(planned, as_parameter):
-    layer = planned.made(shape=(32, 128))
-    layer.weight = layer.weight.view(1, -1)
-    if as_parameter:
-        layer.weight = torch.nn.Parameter(layer.weight, requires_grad=False)
-    out = compiled(planned.nf4.dequantize_nf4)(layer.weight, layer.quant_state)
-    planned.assert_right(out, layer)
-    assert out.shape == (128, 32)
+FORMS = {"a tensor": lambda weight: weight}
+FORMS["a Parameter"] = partial(torch.nn.Parameter, requires_grad=False)
 
 
-def test_a_compiled_weight_of_one_byte_keeps_its_shape(planned):
-    """A tensor without dimensions, and a state of (1, 2): eager and compiled code give [1, 2]."""
-    layer = planned.made(shape=(1, 2))
-    packed = layer.weight.reshape(())
-    for weight in (packed, torch.nn.Parameter(packed, requires_grad=False)):
-        layer.weight = weight
-        outs = [planned.dequantize(layer)]
-        outs.append(compiled(planned.nf4.dequantize_nf4)(layer.weight, layer.quant_state))
-        assert [out.shape for out in outs] == [(1, 2), (1, 2)]
-        for out in outs:
-            planned.assert_right(out, layer)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(32, 128), (1, 2)], ids=["1 x n", "one byte"])
+def test_compiled_and_eager_outputs_have_one_form(calls, form, shape):
+    """A [1, n] weight comes back transposed, and one byte without dimensions as it is."""
+    layer = calls.layer(shape=shape)
+    packed = layer.weight.reshape(()) if shape == (1, 2) else layer.weight.view(1, -1)
+    layer.weight = FORMS[form](packed)
+    for function in (calls.nf4.dequantize_nf4, compiled(calls.nf4.dequantize_nf4)):
+        out = function(layer.weight, layer.quant_state)
+        calls.assert_right(out, layer)
+        assert out.shape == ((1, 2) if shape == (1, 2) else (128, 32))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +75,6 @@ def written_into(function, packed):
     return lambda other: torch.func.vjp(lambda one: function(other).mul_(one), one)[0]
 
 
-symbolic = partial(make_fx, tracing_mode="symbolic", _allow_non_fake_inputs=True)
 TRACERS = {  # each gives a function of other packed bytes
     "make_fx": lambda function, packed: make_fx(function)(packed),
     "before autograd": lambda function, packed: make_fx(function, pre_dispatch=True)(packed),
@@ -92,33 +84,32 @@ TRACERS = {  # each gives a function of other packed bytes
     "functionalize": lambda function, packed: torch.func.functionalize(function),
     "vjp": written_into,
     "export": exported,
-    "symbolic make_fx": lambda function, packed: symbolic(function)(packed),
-    "symbolic export": partial(exported, sizes=({0: torch.export.Dim.AUTO},)),
+    "export of any size": partial(exported, sizes=({0: torch.export.Dim.AUTO},)),
 }
 if torch.__version__ >= (2, 10):  # before, no tensor of a closure
     TRACERS["strict export"] = partial(exported, strict=True)
 
 
 @pytest.mark.parametrize("how", TRACERS)
-def test_tracers_make_no_weight_constant(planned, how):
+def test_tracers_make_no_weight_constant(calls, how):
     """With a plan and without, whatever an earlier trace left."""
-    layer, other = planned.made(), planned.made(1)
+    layer, other = calls.layer(), calls.layer(1)
     other.quant_state = layer.quant_state
     sized = copy.copy(layer.quant_state)
 
     def function(packed):
         state = layer.quant_state
-        if how.startswith("symbolic "):
+        if how == "export of any size":
             state = sized
             state.shape = packed.new_empty(packed.shape[0] // 32, 64).shape
-        return planned.nf4.dequantize_nf4(packed, state)
+        return calls.nf4.dequantize_nf4(packed, state)
 
     for _has_plan in (False, True):
         for _again in (False, True):
             traced = TRACERS[how](function, layer.weight)
-            planned.assert_right(traced(other.weight), other)
-        planned.ran(layer)
-    assert planned.ran(layer) == "plan", "a trace made its kind slow"
+            calls.assert_right(traced(other.weight), other)
+        calls.served_by(layer)
+    assert calls.served_by(layer) is ServedBy.PLAN, "a trace made its kind slow"
 
 
 INVERTED = """
@@ -131,29 +122,16 @@ PLANS.clear()
 """
 
 
-@pytest.mark.parametrize("what", ["the kernel", "the operator"])
-def test_compiled_code_follows_an_edit(copied, what):
-    """Cells run again, by a reader who edits them; what was compiled before gives what they say."""
-    layer, nf4 = copied.made(), copied.nf4
+def test_compiled_code_follows_edited_cells(copied):
+    """What was compiled before gives what the edited cells say, by the first operator."""
+    layer, nf4 = copied.layer(), copied.nf4
+    operator = nf4.OPERATOR
     function = compiled(lambda packed: nf4.dequantize_nf4(packed, layer.quant_state) * 1)
-    for _ in range(3):  # by the kernel, then by plans
-        before = function(layer.weight)
-    if what == "the operator":
-        shared.execute(INVERTED, "edited run_operator", vars(nf4))
-        assert nf4.bits_differing(function(layer.weight), before) > 0
-    else:
-        copied.run_again("_dequantize_nf4_kernel")
-        assert nf4.bits_differing(function(layer.weight), before) == 0
-        assert copied.n_trials == 1, "the kernel was not compiled into the function"
-
-
-def test_every_cell_of_the_call_can_run_again(copied):
-    """Without a second operator: what was compiled before would keep the first one."""
-    layer, operator = copied.made(), copied.nf4.OPERATOR
-    for name in ("_dequantize_nf4_kernel", "launch", "dequantize_nf4", "make_plan"):
-        copied.run_again(name)
-        assert [copied.ran(layer) for _ in range(2)][1] == "plan"
-    for name in ("torch_launcher", "run_operator", "check", "trial", "register"):
-        copied.run_again(name)
-        assert [copied.ran(layer) for _ in range(2)][1] == "plan"
-    assert copied.nf4.OPERATOR is operator
+    before = function(layer.weight)
+    copied.run_again("_dequantize_nf4_kernel")
+    assert nf4.bits_differing(function(layer.weight), before) == 0
+    assert copied.n_trials == 1, "the kernel was not compiled into the function"
+    copied.run_again("register")
+    assert nf4.OPERATOR is operator
+    shared.execute(INVERTED, "edited run_operator", vars(nf4))
+    assert nf4.bits_differing(function(layer.weight), before) > 0

@@ -32,7 +32,7 @@ def repacked(state):
     return _convert_weight_packed_for_cpu(weight, state)[1]
 
 
-BY_UNPACK = {
+BAD = {  # {what is wrong: BadArgument}
     "no state": BadArgument("a layer gets it on a GPU", "state", as_(None), TypeError),
     "repacked for a CPU": BadArgument("repacked for a CPU: load it again", "state", repacked),
     "quant_type": BadArgument("quant_type 'nf4', got 'fp4'", "quant_type", as_("fp4")),
@@ -44,8 +44,6 @@ BY_UNPACK = {
         "state2.blocksize of 32 to .* got 0", "state2.blocksize", as_(0)
     ),
     "dtype": BadArgument("quant_state.dtype in .* got torch.float64", "dtype", as_(torch.float64)),
-}
-BY_CHECK = {
     "no weight": BadArgument("the weight to be .* got None", "weight", as_(None)),
     "a byte too few": BadArgument("have 1024 bytes, got 1023", "weight", lambda w: w[:-1]),
     "as many elements": BadArgument("have 1024 bytes, got 2048", "weight", lambda w: w.short()),
@@ -77,8 +75,6 @@ BY_CHECK = {
     ),
     "no code2": BadArgument("state2.code to be .* got None", "state2.code", as_(None)),
     "code2 of 255": BadArgument("code to have 256 .*, got .*255", "state2.code", lambda t: t[:255]),
-}
-FREED = {  # where memory is missing
     "weight freed": BadArgument("the weight to have memory, .* was freed", "weight", freed),
     "absmax freed": BadArgument("absmax to have memory", "absmax", freed),
     "offset freed": BadArgument("offset to have memory", "offset", freed),
@@ -87,21 +83,18 @@ FREED = {  # where memory is missing
 }
 if GPU:  # memory that a GPU can read: only the device tells
     pinned = BadArgument("absmax on cpu, got it on cuda", "weight", lambda w: w.cpu().pin_memory())
-    FREED["weight in pinned memory"] = pinned
-UNSEEN_BY_PLANS = {  # a limit that the page states
-    "a view into freed memory": BadArgument(
-        "to have memory", "weight", lambda w: freed(moved(w, 4))
-    ),
-}
-SEEN_BY_PLANS = BY_UNPACK | BY_CHECK | FREED
-FAULTS = SEEN_BY_PLANS | UNSEEN_BY_PLANS
+    BAD["weight in pinned memory"] = pinned
+SEEN_BY_PLANS = dict(BAD)
+BAD["a view into freed memory"] = BadArgument(  # a limit of plans, which the page states
+    "to have memory", "weight", lambda w: freed(moved(w, 4))
+)
 
 
-def faulty(fault, weight, state):
-    """Return the weight and its state with the fault."""
+def spoiled(bad, weight, state):
+    """Return the weight and its state with a bad argument in them."""
     passed = SimpleNamespace(weight=weight, state=state)
-    where = fault.where if fault.where in ("weight", "state") else f"state.{fault.where}"
-    helpers.change(passed, where, fault.make)
+    where = bad.where if bad.where in ("weight", "state") else f"state.{bad.where}"
+    helpers.change(passed, where, bad.make)
     return passed.weight, passed.state
 
 
@@ -110,45 +103,26 @@ def pair(nf4, device):
     """A weight and its state; after the test others of their kind must get the right bits."""
     yield nf4.quantized((32, 64), torch.float16, device)
     again = nf4.quantized((32, 64), torch.float16, device)
-    out = nf4.dequantize_nf4(*again)
-    helpers.assert_same_bits(out, helpers.expected(*again), *again)
+    helpers.assert_same_bits(nf4.dequantize_nf4(*again), helpers.expected(*again))
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_first_call_is_refused_in_words(nf4, pair, fault):
-    with pytest.raises(fault.error, match=fault.words):
-        nf4.dequantize_nf4(*faulty(fault, *pair))
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_a_first_call_says_what_is_wrong(nf4, pair, bad):
+    with pytest.raises(bad.error, match=bad.words):
+        nf4.dequantize_nf4(*spoiled(bad, *pair))
     assert not nf4.PLANS
 
 
-@pytest.mark.parametrize("fault", SEEN_BY_PLANS.values(), ids=SEEN_BY_PLANS)
-def test_a_call_after_a_plan_is_refused_like_a_first_one(planned, pair, fault):
-    planned.layer_with_plan()
-    with pytest.raises(fault.error, match=fault.words):
-        planned.nf4.dequantize_nf4(*faulty(fault, *pair))
-    assert planned.n_plans() == 1
-
-
-def test_the_operator_takes_no_tables_that_a_plain_state_has_not(nf4, device):
-    """A table on another device would lead to its kernel, and to an output that nobody filled."""
-    given = nf4.quantized((32, 64), torch.float16, device, nested=False)
-    (weight, absmax, *_), (shape, dtype, *blocksizes) = nf4.unpack(*given)
-    kind = (shape, nf4.DTYPES.index(dtype), *blocksizes)
-    for extra in (absmax, absmax.to("meta")):
-        for tables in ((extra, None, None), (None, extra, None), (None, None, extra)):
-            with pytest.raises(ValueError, match="expected None for offset, .* got a tensor"):
-                nf4.OPERATOR(weight, absmax, *tables, *kind)
-
-
-@pytest.mark.parametrize("index", [-1, 3])
-def test_the_operator_takes_no_index_that_is_no_dtypes(nf4, pair, index):
-    tensors, (shape, _, *blocksizes) = nf4.unpack(*pair)
-    with pytest.raises(ValueError, match=f"an index of .* got {index}"):
-        nf4.OPERATOR(*tensors, shape, index, *blocksizes)
+@pytest.mark.parametrize("bad", SEEN_BY_PLANS.values(), ids=SEEN_BY_PLANS)
+def test_a_call_with_a_plan_says_what_is_wrong(calls, pair, bad):
+    calls.layer_with_plan()
+    with pytest.raises(bad.error, match=bad.words):
+        calls.nf4.dequantize_nf4(*spoiled(bad, *pair))
+    assert calls.n_plans() == 1
 
 
 @pytest.mark.parametrize("device, cuda", [("cpu", "13.0"), ("cuda:0", None)], ids=["CPU", "AMD"])
-def test_the_kernel_takes_no_cpu_and_no_amd_gpu(nf4, monkeypatch, device, cuda):
+def test_no_cpu_and_no_amd_gpu_gets_the_kernel(nf4, monkeypatch, device, cuda):
     """An AMD GPU is "cuda", too, and Triton cannot assemble the kernel's instructions for it."""
     monkeypatch.setattr(nf4, "INTERPRETED", False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -159,11 +133,12 @@ def test_the_kernel_takes_no_cpu_and_no_amd_gpu(nf4, monkeypatch, device, cuda):
 
 
 @helpers.each_dtype
-def test_without_the_interpreter_bitsandbytes_serves_a_cpu(nf4, monkeypatch, dtype):
+def test_a_cpu_without_the_interpreter_gets_right_weights(nf4, monkeypatch, dtype):
+    """By bitsandbytes' own operators for a CPU."""
     monkeypatch.setattr(nf4, "INTERPRETED", False)
     launch = mock.Mock()
     monkeypatch.setattr(nf4, "launch", launch)
     for nested in (True, False):
         given = nf4.quantized((32, 64), dtype, "cpu", nested=nested)
-        helpers.assert_same_bits(nf4.dequantize_nf4(*given), nf4.spec(*given), *given)
+        helpers.assert_same_bits(nf4.dequantize_nf4(*given), nf4.spec(*given))
     assert not launch.called

@@ -1,7 +1,7 @@
 """Keeps the record: what was measured, in results/, and the tables that the page and README show.
 
     tools/record.py run/           takes in the run that README's commands left there
-    tools/record.py FILE.json      takes in what tools/training.py, tools/t4.py or pytest wrote
+    tools/record.py FILE.json      takes in what training.py, t4.py or tally.py wrote
     tools/record.py                writes the tables anew, for one after an edit of measured code
     tools/record.py check          says whether page, README, results/ and outputs agree
     tools/record.py check --fresh  asks as well that all was measured with the present code
@@ -32,7 +32,7 @@ COMMANDS = {
     "run": "run the notebook on a GPU (README, Run it), then tools/record.py run/",
     "training": "run tools/training.py training.json on a GPU, then tools/record.py training.json",
     "rehearsal": "run tools/t4.py rehearse DIR on a GPU, then tools/record.py DIR/rehearsal.json",
-    "tests": "run pytest tests --tally tests.json on a GPU, then tools/record.py tests.json",
+    "tests": "run tools/tally.py tests.json on a GPU, then tools/record.py tests.json",
 }
 TOOLS = [kind for kind in COMMANDS if kind != "run"]  # each writes one file
 ADDED = ("code", "sha256")  # what take_run adds to a run

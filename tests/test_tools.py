@@ -1,0 +1,98 @@
+"""Protects the record's reader: tools measure what they say, and nothing that shows nothing."""
+
+import contextlib
+import math
+import types
+
+import pytest
+import t4
+import tally
+import torch
+import training
+
+
+class FalseTraining:
+    """A training step of known milliseconds, and a clock that it moves."""
+
+    def __init__(self, nf4):
+        self.nf4, self.small = nf4, nf4.quantized((8, 64), torch.float16, "cpu")
+        self.ms, self.is_inside, self.log = 0.0, False, []
+        self.uses_ours, self.results = True, {"stock": 1.0, "ours": 1.0}
+
+    @contextlib.contextmanager
+    def context(self):
+        self.is_inside, self.ms = True, self.ms + 100  # outside the clock
+        yield
+        self.is_inside = False
+
+    def step(self):
+        """Take 2 ms inside the context and 3 outside; of five steps, one is slow and one fast."""
+        name = "ours" if self.is_inside else "stock"
+        self.log.append(name)
+        self.ms += {"ours": 2, "stock": 3}[name] + {0: 7, 1: -1}.get(self.log.count(name) % 5, 0)
+        if self.is_inside and self.uses_ours:
+            self.nf4.dequantize_nf4(*self.small)
+        return [torch.tensor(self.results[name])]
+
+    def wait(self):
+        self.log.append("wait")
+        self.ms += 0.25
+
+
+@pytest.fixture
+def false_training(nf4, monkeypatch):
+    false_training = FalseTraining(nf4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", false_training.wait)
+    monkeypatch.setattr(training.time, "perf_counter", lambda: false_training.ms / 1e3)
+    return false_training
+
+
+def test_training_steps_do_equal_work_and_are_waited_for(nf4, false_training):
+    """A time is a median, and includes one wait of 0.25 ms."""
+    row = training.measure(false_training.step, false_training.context, nf4, rounds=25)
+    assert row == {"stock_ms": pytest.approx(3.25), "ours_ms": pytest.approx(2.25)}
+    timed = false_training.log[false_training.log.index("wait") :]
+    assert len(timed) == 25 * 2 * 3 and set(timed[::3]) == set(timed[2::3]) == {"wait"}
+    rounds = [tuple(timed[i : i + 6 : 3]) for i in range(1, len(timed), 6)]
+    assert set(rounds) == {("stock", "ours"), ("ours", "stock")}, "in a random order"
+
+
+SHOWS_NOTHING = {  # {what shows nothing: (does ours run?, the results of stock and of ours)}
+    "ours does not run": (False, 1.0, 1.0),
+    "NaNs": (True, math.nan, math.nan),
+    "other losses": (True, 1.0, 1.0000001),
+}
+
+
+@pytest.mark.parametrize("what", SHOWS_NOTHING)
+def test_training_steps_that_show_nothing_are_not_recorded(nf4, false_training, what):
+    uses_ours, stock, ours = SHOWS_NOTHING[what]
+    false_training.uses_ours, false_training.results = uses_ours, {"stock": stock, "ours": ours}
+    with pytest.raises(SystemExit, match="nothing was written"):
+        training.measure(false_training.step, false_training.context, nf4, rounds=1)
+    assert "wait" not in false_training.log, "nothing was timed"
+
+
+def test_the_clock_that_a_t4_needs_is_that_of_the_busiest_pipe():
+    """Of the ALU's 32 instructions a weight, at 64 a cycle; conversions need 2 at 16 a cycle."""
+    names = ["IADD3"] * 64 + ["FFMA.FTZ"] * 6 + ["F2F.F16.F32"] * 4 + ["SHFL.IDX"] * 2
+    *rows, clock = t4.table({"ours": t4.by_pipe([*names, "EXIT", "NO_SUCH.NAME"], 2)})
+    found = [(row["threads a cycle"], row["ours"]) for row in rows]
+    assert found == [(64, 32), (64, 3), (16, 2), (32, 1), ("", 0), ("", 1)]
+    weights_per_s = 240e9 / (1 / 2 + 1 / 64 + 2) / 40  # for each multiprocessor
+    assert clock["ours"] == round(weights_per_s * 32 / 64 / 1e6)
+
+
+def test_a_tally_counts_errors_as_failures():
+    stats = {"passed": [1, 2], "failed": [3], "error": [4], "skipped": [5], "warnings": [6]}
+    counted = tally.Tally()
+    counted.pytest_terminal_summary(types.SimpleNamespace(stats=stats))
+    counts = {"passed": 2, "failed": 2, "skipped": 1}
+    assert counted.data == {"GPUs": torch.cuda.device_count()} | counts
+
+
+@pytest.mark.parametrize("more", [["-k", "bits"], ["tests/test_call.py"]], ids=" ".join)
+def test_a_tally_of_a_part_of_the_tests_is_refused(tmp_path, more):
+    with pytest.raises(SystemExit, match="a tally is always of all tests"):
+        tally.main([str(tmp_path / "tests.json"), *more])
