@@ -50,13 +50,14 @@ SCALES = {  # {what is unusual: (state2.absmax, offset)}
     "subnormal in fp16": (1e-5, 1e-5),
     "offset NaN": (1.0, math.nan),
 }
+DOUBLE = "offset in fp64 with a dimension"
 TIES = {"fp16": 1 + 2**-11, "bf16": 1 + 2**-8}  # {dtype: a scale that it has to round}
 SHAPES = [(128,), (2, 3, 64), (2, 1), (4, 1000), (288, 64)]  # the last has more than 256 blocks
 
 
 @pytest.mark.quick
 @each_dtype
-@pytest.mark.parametrize("unusual", [*FORMS, *SCALES, *TIES, *SHAPES], ids=str)
+@pytest.mark.parametrize("unusual", [*FORMS, *SCALES, DOUBLE, *TIES, *SHAPES], ids=str)
 def test_unusual_weights_have_bitsandbytes_bits(nf4, device, unusual, dtype):
     if unusual in SHAPES:
         weight, state = nf4.quantized(unusual, dtype, device)
@@ -71,6 +72,8 @@ def test_unusual_weights_have_bitsandbytes_bits(nf4, device, unusual, dtype):
         absmax2, offset = SCALES[unusual]
         state.state2.absmax.fill_(absmax2)
         state.offset.fill_(offset)
+    if unusual == DOUBLE:
+        state.offset = state.offset.double().view(1)
     for _ in range(2 if GPU else 1):  # on a GPU a plan serves the second call
         assert_same_bits(nf4.dequantize_nf4(weight, state), helpers.expected(weight, state))
 
