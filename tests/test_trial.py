@@ -199,9 +199,11 @@ def waiting_forbidden(calls):
     with replaced("torch.cuda.get_sync_debug_mode", lambda: 2)(calls):
         if GPU:
             torch.cuda.set_sync_debug_mode("error")
-        yield
-        if GPU:
-            torch.cuda.set_sync_debug_mode("default")
+        try:
+            yield
+        finally:
+            if GPU:
+                torch.cuda.set_sync_debug_mode("default")
 
 
 HINDRANCES = {  # {why no trial can be finished: hindered(calls), a context}
