@@ -1,44 +1,22 @@
-"""What tests share: how bits are compared, odd tensors, and calls that tell what served them."""
+"""What tests share: odd tensors, and calls that tell what served them."""
 
 import enum
 import functools
 import inspect
-import math
 import os
 import subprocess
 import sys
 import types
 
+import bits
 import pytest
 import shared
 import stand_ins
 import torch
-from bitsandbytes.functional import dequantize_4bit
 
 GPU = torch.cuda.is_available()
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16", "fp32"])
-
-
-# Bits
-
-
-def expected(weight, state):
-    """Return bitsandbytes' own result; on a CPU, where it errs for some, the page's formula."""
-    *rest, columns = state.shape
-    if weight.is_cuda or (rest and columns % state.blocksize == 0 and weight.is_contiguous()):
-        return dequantize_4bit(weight.data.view(torch.uint8), state)
-    return stand_ins.formula(weight, state)
-
-
-def assert_same_bits(out, wanted):
-    """Compare the forms and all bits of two outputs. The payload of a NaN does not matter."""
-    forms = [(each.dtype, each.device, tuple(each.shape), each.stride()) for each in (out, wanted)]
-    assert forms[0] == forms[1], f"expected {forms[1]}, got {forms[0]}"
-    integer = torch.int16 if out.itemsize == 2 else torch.int32
-    bits = [torch.where(each.isnan(), math.nan, each).view(integer) for each in (out, wanted)]
-    say = "of the bits as integers; the formula stands in section 2 of the notebook, in `spec`: "
-    torch.testing.assert_close(*bits, rtol=0, atol=0, msg=lambda text: say + text)
 
 
 # Odd tensors
@@ -68,7 +46,7 @@ def freed(tensor):
     return tensor
 
 
-def change(root, name, make):
+def replace_field(root, name, make):
     """Replace what stands at the dotted name below the root by make(of it)."""
     *path, last = name.split(".")
     owner = functools.reduce(getattr, path, root)
@@ -169,7 +147,7 @@ class Calls:
 
     def assert_right(self, out, layer):
         assert not out.requires_grad
-        assert_same_bits(out, stand_ins.formula(layer.weight, layer.quant_state))
+        bits.assert_same_bits(out, bits.formula(layer.weight, layer.quant_state))
 
     def n_plans(self):
         return sum(map(len, self.nf4.PLANS.values()))

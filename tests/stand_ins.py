@@ -2,11 +2,13 @@
 
 Triton's interpreter runs the kernel there. This file has what the interpreter lacks, and what plans
 use of CUDA. On a GPU none of it is used, and the same tests run on the real things. Each stand-in
-names the test that would fail there if the stand-in promised too much.
+names a test that would fail there if the real thing did less than the stand-in.
+
+What stands for CUDA or for a launcher also checks how it is called. Then it raises Misused, which
+no `except Exception` of the code under test takes for a failure that it has to cope with.
 """
 
 import contextlib
-import copy
 import ctypes
 import functools
 import inspect
@@ -15,11 +17,20 @@ import sys
 import types
 import weakref
 from collections import namedtuple
-from concurrent import futures
 from unittest import mock
 
+import bits
 import numpy as np
 import torch
+
+
+class Misused(BaseException):
+    """A stand-in was called as the real thing must not be called."""
+
+
+def expect(is_so, what):
+    if not is_so:
+        raise Misused(what)
 
 
 def emulate_assembly():
@@ -67,24 +78,8 @@ def let_the_interpreter_run_assembly(nf4):
     nf4.libdevice = types.SimpleNamespace(mul_rn=lambda a, b: a * b)
 
 
-def formula(weight, state):
-    """Return the weights by the page's `spec`; those of a [1, n] weight are transposed."""
-    state = copy.copy(state)
-    if state.nested:  # a GPU cannot read a float at an odd address
-        state.offset, state.state2 = readable(state.offset), copy.copy(state.state2)
-        state.state2.absmax = readable(state.state2.absmax)
-        state.state2.code = readable(state.state2.code)
-    out = sys.modules["nf4_triton"].spec(weight, state)
-    return out.t() if weight.shape[:1] == (1,) and out.dim() == 2 else out
-
-
-def readable(table):
-    is_odd = table.is_contiguous() and table.data_ptr() % table.itemsize
-    return table.cpu().to(table.device) if is_odd else table
-
-
 def by_formula(tensors, kind):
-    """Do what by_bitsandbytes does, by the page's formula: for bf16, a CPU's bitsandbytes errs.
+    """Do what by_bitsandbytes does, by the page's formula: a CPU's bitsandbytes rounds otherwise.
 
     On a GPU: test_kernel.py, test_the_pages_cases_have_bitsandbytes_bits.
     """
@@ -94,7 +89,7 @@ def by_formula(tensors, kind):
     state.code = torch.tensor(list(code), dtype=torch.float32)
     state.nested, state.offset = blocksize2 > 0, offset
     state.state2 = types.SimpleNamespace(absmax=absmax2, code=code2, blocksize=blocksize2)
-    return formula(weight.detach(), state)
+    return bits.formula(weight.detach(), state)
 
 
 METADATA = {"num_warps": 4, "shared": 0, "num_ctas": 1, "launch_pdl": False}
@@ -122,20 +117,18 @@ class Compiled:
 
         def start(*given, stream):
             *addresses, n_weights, _, _, _ = given
-            assert given[7:] == self.constants and len(addresses) == 6
-            assert stream == CURRENT.stream and CURRENT.gpu is None
-            self.run(grid, [each for each in addresses if each is not None], n_weights)
+            expect(given[7:] == self.constants and len(addresses) == 6, "other arguments")
+            expect(CURRENT.gpu is None, "another GPU is current")
+            self.run(grid, [each for each in addresses if each is not None], n_weights, stream)
 
         return start
 
-    def run(self, grid, addresses, n_weights):
-        """Run the kernel in another thread: modes are thread-local, and see no real launch."""
-        with futures.ThreadPoolExecutor(1) as pool:
-            pool.submit(self.run_here, grid, addresses, n_weights).result()
+    def run(self, grid, addresses, n_weights, stream):
+        """Run the kernel on the memory at these addresses, and round to bf16 as a GPU does.
 
-    def run_here(self, grid, addresses, n_weights):
-        """Run the kernel on the memory at these addresses, and round to bf16 as a GPU does."""
-        assert all(addresses), "freed memory"
+        On a stream that is not the current one it runs too early, and what it writes is wrong.
+        """
+        expect(all(addresses), "freed memory")
         found = []
         for i, address in enumerate(addresses):
             count = n_weights if i == 0 else 1  # the interpreter asks for no tensor's length
@@ -145,7 +138,7 @@ class Compiled:
         out, *inputs = [each.float() if each.dtype == torch.bfloat16 else each for each in found]
         absent = [None] * (5 - len(inputs))
         self.kernel[grid](out, *inputs, *absent, n_weights, *self.constants)
-        found[0].copy_(out)
+        found[0].copy_(out if stream == CURRENT.stream else torch.zeros_like(out))
 
 
 CURRENT = types.SimpleNamespace(gpu=None, stream=0)  # a CPU tensor's device has the index None
@@ -215,13 +208,12 @@ class PlansOnCPU:
 
     def launch_kernel(self, function, x, y, z, num_warps, n_shared, type_codes, values, stream):
         """Do what torch's launcher does, which takes no keyword."""
-        assert (y, z, num_warps, n_shared) == (1, 1, 4, 0)
-        assert CURRENT.gpu is None, "another GPU is current"
-        assert stream == CURRENT.stream, "another stream is current"
         *addresses, n_weights, scratch, profile_scratch = values
-        assert scratch is None and profile_scratch is None
-        assert type_codes == "O" * len(addresses) + "lOO"
-        function.run((x, y, z), addresses, n_weights)
+        expect((y, z, num_warps, n_shared) == (1, 1, 4, 0), "another grid or block")
+        expect(CURRENT.gpu is None, "another GPU is current")
+        expect(scratch is None and profile_scratch is None, "scratch memory")
+        expect(type_codes == "O" * len(addresses) + "lOO", f"types {type_codes}")
+        function.run((x, y, z), addresses, n_weights, stream)
 
     def exchange(self, index):
         before, CURRENT.gpu = CURRENT.gpu, index
@@ -237,7 +229,7 @@ class PlansOnCPU:
 
     @contextlib.contextmanager
     def on_stream(self, stream):
-        assert CURRENT.gpu is None, "torch.cuda.stream makes a context on the current GPU, too"
+        expect(CURRENT.gpu is None, "torch.cuda.stream makes a context on the current GPU, too")
         before = vars(CURRENT).copy()
         CURRENT.stream = stream
         try:

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import stand_ins
 import torch
-from helpers import ServedBy
+from helpers import GPU, ServedBy
 from torch.overrides import TorchFunctionMode
 
-GPU = torch.cuda.is_available()
 PLAN, OPERATOR, BITSANDBYTES = ServedBy
 
 
@@ -52,7 +51,7 @@ OFFSET, CODE2 = "quant_state.offset", "quant_state.state2.code"
 CHANGES = {  # {id: (where, what it becomes, what serves the next two calls)}
     "dtype": (f"{STATE}.dtype", lambda dtype: torch.bfloat16, NEW_PLAN),
     "shape": (f"{STATE}.shape", lambda shape: shape[::-1], NEW_PLAN),
-    "shape a list": (f"{STATE}.shape", list, [OPERATOR, OPERATOR]),  # which finds the first plan
+    "shape a list": (f"{STATE}.shape", list, [OPERATOR, OPERATOR]),  # it makes a tuple
     "blocksize of numpy": (f"{STATE}.blocksize", np.int64, SAME_PLAN),
     "state2.blocksize": (f"{STATE}.state2.blocksize", lambda size: 512, NEW_PLAN),
     "code": (f"{STATE}.code", torch.clone, SAME_PLAN),
@@ -85,8 +84,10 @@ for name in (WEIGHT, ABSMAX, OFFSET, ABSMAX2, CODE2):
 def test_a_changed_field_gets_right_weights(calls, what):
     layer = calls.layer_with_plan()
     where, make, wanted = CHANGES[what]
-    helpers.change(layer, where, make)
-    assert [calls.served_by(layer) for _ in range(2)] == wanted
+    helpers.replace_field(layer, where, make)
+    assert [calls.served_by(layer) for _ in range(2)] == wanted, (
+        "served by another than CHANGES says"
+    )
     assert calls.n_plans() == (2 if wanted == NEW_PLAN else 1)
     assert calls.served_by(calls.layer()) is PLAN, "the first plan is lost"
 
@@ -160,7 +161,7 @@ def test_a_plan_asks_no_mode_for_functions(calls):
 def test_the_current_stream_is_used(calls):
     layer = calls.layer_with_plan()
     if not GPU:
-        stand_ins.CURRENT.stream = 7  # the launcher's stand-in compares
+        stand_ins.CURRENT.stream = 7  # on others, the stand-ins' kernels write zeros
         assert calls.served_by(layer) is PLAN
         return
     layer, other = calls.layer(shape=(4096, 4096)), calls.layer(1, shape=(4096, 4096))

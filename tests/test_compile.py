@@ -7,11 +7,10 @@ import helpers
 import pytest
 import shared
 import torch
-from helpers import ServedBy
+from helpers import GPU, ServedBy
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
-GPU = torch.cuda.is_available()
 BACKEND = "inductor" if GPU else "aot_eager"  # which traces as Inductor does
 
 
@@ -92,7 +91,7 @@ if torch.__version__ >= (2, 10):  # before, no tensor of a closure
 
 @pytest.mark.parametrize("how", TRACERS)
 def test_tracers_make_no_weight_constant(calls, how):
-    """With a plan and without, whatever an earlier trace left."""
+    """Traced twice without a plan, and twice with one."""
     layer, other = calls.layer(), calls.layer(1)
     other.quant_state = layer.quant_state
     sized = copy.copy(layer.quant_state)

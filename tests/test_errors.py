@@ -5,14 +5,12 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
+import bits
 import helpers
 import pytest
 import torch
-from bitsandbytes.functional import _convert_weight_packed_for_cpu
-from helpers import freed, moved
+from helpers import GPU, freed, moved
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-GPU = torch.cuda.is_available()
 
 
 class BadArgument(NamedTuple):
@@ -28,11 +26,13 @@ def as_(value):
 
 def repacked(state):
     """Return the state as bitsandbytes leaves it with a weight for its CPU kernels."""
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu  # private, so not at the top
+
     weight = torch.zeros(1024, 1, dtype=torch.uint8, device=state.absmax.device)
     return _convert_weight_packed_for_cpu(weight, state)[1]
 
 
-BAD = {  # {what is wrong: BadArgument}
+BAD_ALWAYS = {  # {what is wrong: BadArgument}
     "no state": BadArgument("a layer gets it on a GPU", "state", as_(None), TypeError),
     "repacked for a CPU": BadArgument("repacked for a CPU: load it again", "state", repacked),
     "quant_type": BadArgument("quant_type 'nf4', got 'fp4'", "quant_type", as_("fp4")),
@@ -83,18 +83,20 @@ BAD = {  # {what is wrong: BadArgument}
 }
 if GPU:  # memory that a GPU can read: only the device tells
     pinned = BadArgument("absmax on cpu, got it on cuda", "weight", lambda w: w.cpu().pin_memory())
-    BAD["weight in pinned memory"] = pinned
-SEEN_BY_PLANS = dict(BAD)
-BAD["a view into freed memory"] = BadArgument(  # a limit of plans, which the page states
-    "to have memory", "weight", lambda w: freed(moved(w, 4))
-)
+    BAD_ALWAYS["weight in pinned memory"] = pinned
+UNSEEN_BY_PLANS = {  # a limit of plans, which the page states
+    "a view into freed memory": BadArgument(
+        "to have memory", "weight", lambda w: freed(moved(w, 4))
+    ),
+}
+BAD_AT_FIRST = BAD_ALWAYS | UNSEEN_BY_PLANS
 
 
 def spoiled(bad, weight, state):
     """Return the weight and its state with a bad argument in them."""
     passed = SimpleNamespace(weight=weight, state=state)
     where = bad.where if bad.where in ("weight", "state") else f"state.{bad.where}"
-    helpers.change(passed, where, bad.make)
+    helpers.replace_field(passed, where, bad.make)
     return passed.weight, passed.state
 
 
@@ -103,22 +105,33 @@ def pair(nf4, device):
     """A weight and its state; after the test others of their kind must get the right bits."""
     yield nf4.quantized((32, 64), torch.float16, device)
     again = nf4.quantized((32, 64), torch.float16, device)
-    helpers.assert_same_bits(nf4.dequantize_nf4(*again), helpers.expected(*again))
+    bits.assert_same_bits(nf4.dequantize_nf4(*again), bits.expected(*again))
 
 
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("bad", BAD_AT_FIRST.values(), ids=BAD_AT_FIRST)
 def test_a_first_call_says_what_is_wrong(nf4, pair, bad):
     with pytest.raises(bad.error, match=bad.words):
         nf4.dequantize_nf4(*spoiled(bad, *pair))
     assert not nf4.PLANS
 
 
-@pytest.mark.parametrize("bad", SEEN_BY_PLANS.values(), ids=SEEN_BY_PLANS)
+@pytest.mark.parametrize("bad", BAD_ALWAYS.values(), ids=BAD_ALWAYS)
 def test_a_call_with_a_plan_says_what_is_wrong(calls, pair, bad):
     calls.layer_with_plan()
     with pytest.raises(bad.error, match=bad.words):
         calls.nf4.dequantize_nf4(*spoiled(bad, *pair))
     assert calls.n_plans() == 1
+
+
+def test_the_operator_refuses_what_unpack_never_passes(nf4, device):
+    given = nf4.quantized((32, 64), torch.float16, device, nested=False)
+    (weight, absmax, *_), (shape, dtype, *blocksizes) = nf4.unpack(*given)
+    index = nf4.DTYPES.index(dtype)
+    with pytest.raises(ValueError, match="expected None for offset, .* got a tensor"):
+        nf4.OPERATOR(weight, absmax, None, None, absmax, shape, index, *blocksizes)
+    for index in (-1, 3):
+        with pytest.raises(ValueError, match=f"an index of .* got {index}"):
+            nf4.OPERATOR(weight, absmax, None, None, None, shape, index, *blocksizes)
 
 
 @pytest.mark.parametrize("device, cuda", [("cpu", "13.0"), ("cuda:0", None)], ids=["CPU", "AMD"])
@@ -140,5 +153,5 @@ def test_a_cpu_without_the_interpreter_gets_right_weights(nf4, monkeypatch, dtyp
     monkeypatch.setattr(nf4, "launch", launch)
     for nested in (True, False):
         given = nf4.quantized((32, 64), dtype, "cpu", nested=nested)
-        helpers.assert_same_bits(nf4.dequantize_nf4(*given), nf4.spec(*given))
+        bits.assert_same_bits(nf4.dequantize_nf4(*given), nf4.spec(*given))
     assert not launch.called

@@ -15,8 +15,8 @@ import pytest
 import shared
 import torch
 import training
+from helpers import GPU
 
-GPU = torch.cuda.is_available()
 OPS, PRODUCT = "bitsandbytes.backends.cuda.ops", "_dequant_linear_fallback"
 STOCK = bnb.functional.dequantize_4bit
 
@@ -160,16 +160,10 @@ def test_a_product_keeps_stocks_bits(device, integrations, n_ours, calls, cuda_o
     assert calls.n_by_operator == (what != "FP4"), "the second call is a plan's"
 
 
-REFUSED = {  # {what ours refuses, and bitsandbytes dequantizes: how a state gets it}
-    "state2 in fp16": lambda state: setattr(state.state2, "dtype", torch.float16),
-    "absmax too long": lambda state: setattr(state, "absmax", state.absmax.repeat(2)[:301]),
-}
-
-
-def refused(state, what):
-    """Return a copy of the state that ours refuses."""
+def refused(state):
+    """Return a copy of the state that ours refuses, and bitsandbytes dequantizes."""
     state = copy.deepcopy(state)
-    REFUSED[what](state)
+    state.state2.dtype = torch.float16
     return state
 
 
@@ -178,7 +172,7 @@ def test_stock_gets_what_ours_refuses_without_a_word(given, integrations, monkey
     monkeypatch.setattr(bnb.functional, "dequantize_4bit", theirs)
     weight, state = given
     out = torch.empty(300, 64, dtype=torch.float16, device=weight.device)
-    cases = [(refused(state, what), None) for what in REFUSED] + [(None, None), (state, out)]
+    cases = [(refused(state), None), (None, None), (state, out)]
     with integrations.in_bitsandbytes():
         for each, filled in cases:
             assert bnb.functional.dequantize_4bit(weight, each, None, filled) == "theirs"
@@ -407,7 +401,7 @@ def test_unsloth_gets_what_ours_refuses_without_a_word(given, integrations, unsl
     fp4, int4 = copy.copy(state), types.SimpleNamespace(bits=4)
     fp4.quant_type = "fp4"
     out = torch.empty(300, 64, dtype=torch.float16, device=weight.device)
-    states = [None, fp4, int4, [state.absmax], state.absmax, refused(state, "state2 in fp16")]
+    states = [None, fp4, int4, [state.absmax], state.absmax, refused(state)]
     with integrations.in_unsloth():
         for each, filled in [*((each, None) for each in states), (state, out)]:
             found = unsloth.utils.fast_dequantize(weight, each, filled, True, dtype=torch.half)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 
+import bits
 import helpers
 import hypothesis
 import pytest
@@ -18,17 +19,16 @@ import t4
 import torch
 import triton
 import triton.language as tl
-from helpers import assert_same_bits, each_dtype
+from bits import assert_same_bits
+from helpers import GPU, each_dtype
 from hypothesis import strategies as st
-
-GPU = torch.cuda.is_available()
 
 
 @pytest.mark.quick
 def test_the_pages_cases_have_bitsandbytes_bits(nf4, device):
     paths = {"dequantize_nf4": nf4.dequantize_nf4}
-    rows = nf4.compare(nf4.cases(device), paths, helpers.expected)
-    rows += nf4.compare(nf4.cases_for_bitsandbytes(device), paths, helpers.expected)
+    rows = nf4.compare(nf4.cases(device), paths, bits.expected)
+    rows += nf4.compare(nf4.cases_for_bitsandbytes(device), paths, bits.expected)
     assert len(rows) == 7 and not any(row["differing"] for row in rows), rows
 
 
@@ -75,7 +75,7 @@ def test_unusual_weights_have_bitsandbytes_bits(nf4, device, unusual, dtype):
     if unusual == DOUBLE:
         state.offset = state.offset.double().view(1)
     for _ in range(2 if GPU else 1):  # on a GPU a plan serves the second call
-        assert_same_bits(nf4.dequantize_nf4(weight, state), helpers.expected(weight, state))
+        assert_same_bits(nf4.dequantize_nf4(weight, state), bits.expected(weight, state))
 
 
 @pytest.mark.quick
@@ -129,7 +129,8 @@ def test_no_byte_beyond_a_tensor_is_touched(nf4, shape, nested):
     process.start()
     process.join(30)
     process.kill()
-    assert process.exitcode == 0, "a status of -11 says that memory beyond a tensor was touched"
+    status = process.exitcode
+    assert status == 0, f"status {status}; -11: memory beyond a tensor was touched, -9: it hung"
     assert_same_bits(out, nf4.spec(weight, state))  # the memory is shared
 
 
@@ -164,7 +165,7 @@ def test_any_weight_is_decoded_and_left_as_it_was(
     for scales in (state.state2.absmax, state.offset) if nested else (state.absmax,):
         scales.mul_(scale)
     packed = helpers.moved(weight.t() if is_turned else weight, offset)
-    wanted = helpers.expected(packed, state)
+    wanted = bits.expected(packed, state)
     outs = [nf4.dequantize_nf4(packed, state) for _ in range(2)]
     assert outs[0].data_ptr() != outs[1].data_ptr(), "the output is not fresh"
     for out in outs:
@@ -176,7 +177,7 @@ def test_any_weight_is_decoded_and_left_as_it_was(
 @pytest.mark.parametrize(
     "n_weights",
     [
-        pytest.param(40_000, id="40,000: shows that this test can pass"),
+        pytest.param(40_000, id="40,000, a control"),
         pytest.param(2**31 + 2**25, marks=pytest.mark.gpu, id="2^31 + 2^25"),
         pytest.param(2**31 + 72, marks=pytest.mark.gpu, id="2^31 + 72"),
     ],
@@ -185,7 +186,7 @@ def test_more_than_2_to_the_31_weights_are_right(nf4, device, n_weights):
     """The weight repeats a length that divides no power of two: indices that overflow are seen."""
     rows = 61 if n_weights > 2**31 else 1
     weight, state = nf4.quantized((rows, 64 * 256), torch.bfloat16, device)
-    wanted = helpers.expected(weight, state).view(-1)
+    wanted = bits.expected(weight, state).view(-1)
     n_repeats = n_weights // len(wanted)
     weight = weight.view(-1).repeat(n_repeats + 1)[: -(-n_weights // 2)]
     n_blocks = -(-n_weights // 64)

@@ -10,6 +10,7 @@ import pytest
 import record
 import shared
 
+PAGE = "nf4_triton.ipynb"
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0", "bitsandbytes": "0.50.2"}
 VERSIONS |= {"unsloth": "2026.10.9", "peft": "0.21.0"}
 COMPARED = [{"case": "a", "path": path, "weights": 9, "differing": 0} for path in ("one", "two")]
@@ -37,18 +38,17 @@ def made_up_run(gpu="NVIDIA H200", unsloth=1.5, **others):
     return run | others
 
 
-def measured(kind):
-    """Return what a tool writes."""
-    made = {"kind": kind, "gpu": "NVIDIA H200", "host": "a host", "date": "2026-01-02"}
-    return made | {"versions": VERSIONS, "code": shared.code_of(kind), "data": DATA[kind]}
-
-
 @pytest.fixture
 def project(repository, monkeypatch):
-    """Return the folder of a copy of the project, without results."""
+    """Return the folder of a copy of the project, in which nothing was measured yet."""
     shutil.rmtree(repository / "results")
     monkeypatch.setattr(shared, "ROOT", repository)
-    monkeypatch.setattr(shared, "NOTEBOOK", repository / "nf4_triton.ipynb")
+    monkeypatch.setattr(shared, "NOTEBOOK", repository / PAGE)
+    notebook = nbformat.read(shared.NOTEBOOK, as_version=4)
+    for cell in shared.code_cells(notebook):
+        cell.execution_count, cell.outputs = None, []
+    shared.write(shared.NOTEBOOK, nbformat.writes(notebook) + "\n")
+    record.main([])
     return repository
 
 
@@ -77,7 +77,8 @@ def take_all(tmp_path, *runs):
     for i, run in enumerate(runs or [made_up_run()]):
         record.main([str(write_run(tmp_path / f"run{i}", run))])
     for kind in DATA:
-        shared.write(tmp_path / f"{kind}.json", measured(kind))
+        made = shared.measurement(kind, DATA[kind], "NVIDIA H200")
+        shared.write(tmp_path / f"{kind}.json", made)
         record.main([str(tmp_path / f"{kind}.json")])
 
 
@@ -86,19 +87,22 @@ def readme():
 
 
 def found_by_check(*fresh):
-    notebook = nbformat.read(shared.NOTEBOOK, as_version=4)
-    text = (shared.ROOT / "README.md").read_text(encoding="utf-8")
-    stale = record.stale(record.record_of(notebook)) if fresh else []
-    return [*record.disagreements(notebook, text), *stale]
+    """Return what `tools/record.py check` says of what does not agree; it fails then."""
+    try:
+        record.main(["check", *fresh])
+    except SystemExit as ended:
+        assert ended.code, "what does not agree must end the program with a status"
+        return str(ended.code)
+    return ""
 
 
 def test_this_repository_agrees_with_its_record():
-    assert found_by_check() == []
+    assert found_by_check() == ""
 
 
 def test_what_was_taken_in_is_shown_and_agrees(tmp_path, project, capsys):
     take_all(tmp_path, made_up_run("NVIDIA H100", 2.0), made_up_run())
-    record.main(["check", "--fresh"])
+    assert found_by_check("--fresh") == ""
     assert capsys.readouterr().out.endswith("agree\n")
     for words in (
         "| today's Unsloth (2026.10.9), by `test_dequantize` | 1.50 | 1.50 | 2.50 | 2.50 to 3.00 |",
@@ -136,7 +140,7 @@ def test_a_run_is_found_by_what_the_last_cell_prints(tmp_path, monkeypatch, caps
 # What was changed by hand. A change is a function of a folder.
 
 
-def replace(pattern, before, after):
+def edit(pattern, before, after):
     def change(folder):
         [path] = folder.glob(pattern)
         text = path.read_text(encoding="utf-8")
@@ -161,31 +165,34 @@ def let_a_cell_fail(folder):
     shared.write(folder / PAGE, nbformat.writes(notebook) + "\n")
 
 
-PAGE, RUN = "nf4_triton.ipynb", "results/runs/NVIDIA-H200.json"
+RUN = "results/runs/NVIDIA-H200.json"
 WRONG_BITS = '"path": "two",\n    "weights": 9,\n    "differing": 7'
 RIGHT_BITS = WRONG_BITS.replace("7", "0")
 COUNT = '"execution_count": 6'
 TAMPERED = {  # {what was changed: (how, words of what check says)}
     "wrong bits in a rehearsal": (
-        replace("results/rehearsal.json", RIGHT_BITS, WRONG_BITS), "bits of 7 weights"
+        edit("results/rehearsal.json", RIGHT_BITS, WRONG_BITS), "bits of 7 weights"
     ),
-    "a speedup in a run": (replace(RUN, '"mix": 1.5', '"mix": 9.67'), "not as it was taken in"),
+    "a speedup in a run": (edit(RUN, '"mix": 1.5', '"mix": 9.67'), "not as it was taken in"),
     "a speedup in another run": (
-        replace("results/runs/NVIDIA-H100.json", '"mix": 2.0', '"mix": 9.9'), "not as it was taken"
+        edit("results/runs/NVIDIA-H100.json", '"mix": 2.0', '"mix": 9.9'), "not as it was taken"
     ),
     "no table in a rehearsal": (
-        replace("results/rehearsal.json", '"pipes"', '"pipe"'), "it lacks pipes"
+        edit("results/rehearsal.json", '"pipes"', '"pipe"'), "it lacks pipes"
     ),
-    "a run's hash": (replace(RUN, '"code": ', '"codes": '), "not as it was taken in"),
+    "a rehearsal without kernels": (
+        edit("results/rehearsal.json", '"kernels": 50', '"kernels": 0'), "compiled no kernel"
+    ),
+    "a run's hash": (edit(RUN, '"code": ', '"codes": '), "not as it was taken in"),
     "a run that is gone": (delete(RUN), "lacks the run"),
-    "a figure in README": (replace("README.md", "1.50", "9.67"), "README.md does not show"),
-    "a figure on the page": (replace(PAGE, "1.04 to 1.22", "1.20 to 1.22"), "does not show"),
-    "marks that are gone": (replace("README.md", "<!-- speedups:end -->", ""), "speedups:start"),
+    "a figure in README": (edit("README.md", "1.50", "9.67"), "README.md does not show"),
+    "a figure on the page": (edit(PAGE, "1.04 to 1.22", "1.20 to 1.22"), "does not show"),
+    "marks that are gone": (edit("README.md", "<!-- speedups:end -->", ""), "speedups:start"),
     "a mark that stands twice": (
-        replace("README.md", "# nf4-triton", "<!-- tests:start -->"), "tests:start"
+        edit("README.md", "# nf4-triton", "<!-- tests:start -->"), "tests:start"
     ),
-    "an output": (replace(PAGE, "FMA instructions 0", "FMA instructions 9"), "those"),
-    "a cell that ran again": (replace(PAGE, COUNT, '"execution_count": 99'), "not run once"),
+    "an output": (edit(PAGE, "FMA instructions 0", "FMA instructions 9"), "not those that"),
+    "a cell that ran again": (edit(PAGE, COUNT, '"execution_count": 99'), "not run once"),
     "a cell that failed": (let_a_cell_fail, "cell failed"),
     "tests that are gone": (delete("tests/test_*.py"), "README.md does not show"),
 }  # fmt: skip
@@ -194,29 +201,29 @@ TAMPERED = {  # {what was changed: (how, words of what check says)}
 @pytest.mark.parametrize("what", TAMPERED)
 def test_check_sees_what_does_not_agree(tmp_path, project, what):
     take_all(tmp_path, made_up_run("NVIDIA H100", 2.0), made_up_run())
-    assert found_by_check() == []
+    assert found_by_check() == ""
     change, words = TAMPERED[what]
     change(project)
-    assert words in "\n".join(found_by_check())
+    assert words in found_by_check()
 
 
-RACE = replace(PAGE, "loops=100", "loops=99")
+RACE = edit(PAGE, "loops=100", "loops=99")
 EDITED_CODE = {  # {what is edited: (how, the kinds whose code it is)}
-    "a comment": (replace(PAGE, "# 4. The output.", "# 4. Output."), set()),
-    "a docstring": (replace(PAGE, "Dequantize NF4 to", "Decode NF4 to"), set()),
-    "spaces in a title": (replace(PAGE, "# @title Kernel", "# @title  Kernel "), set()),
-    "a plot": (replace(PAGE, "colors", "colours"), {"tests"}),
-    "the set-up": (replace(PAGE, "installing", "getting"), set()),
+    "a comment": (edit(PAGE, "# 4. The output.", "# 4. Output."), set()),
+    "a docstring": (edit(PAGE, "Dequantize NF4 to", "Decode NF4 to"), set()),
+    "spaces in a title": (edit(PAGE, "# @title Kernel", "# @title  Kernel "), set()),
+    "a plot": (edit(PAGE, "colors", "colours"), {"tests"}),
+    "the set-up": (edit(PAGE, "installing", "getting"), set()),
     "the call": (
-        replace(PAGE, "plans = PLANS.get(kind, ())", "plans = PLANS.get(kind, [])"),
+        edit(PAGE, "plans = PLANS.get(kind, ())", "plans = PLANS.get(kind, [])"),
         {"run", "training", "rehearsal", "tests"},
     ),
     "the race": (RACE, {"run", "rehearsal", "tests"}),
-    "a cell that runs": (replace(PAGE, "NAME) if GPU", "NAME) if not GPU"), {"run", "rehearsal"}),
-    "a tool that trains": (replace("tools/training.py", "rounds=60", "rounds=6"), {"training"}),
-    "a tool": (replace("tools/t4.py", "minor = 7, 5", "minor = 7, 6"), {"rehearsal"}),
+    "a cell that runs": (edit(PAGE, "NAME) if GPU", "NAME) if not GPU"), {"run", "rehearsal"}),
+    "the training": (edit("tools/training.py", "rounds=60", "rounds=6"), {"training", "tests"}),
+    "the rehearsal": (edit("tools/t4.py", "minor = 7, 5", "minor = 7, 6"), {"rehearsal", "tests"}),
     "the integrations": (
-        replace("nf4_integrations.py", "is_open = False", "is_open = 0"), {"training", "tests"}
+        edit("nf4_integrations.py", "is_open = False", "is_open = 0"), {"training", "tests"}
     ),
 }  # fmt: skip
 
@@ -224,12 +231,13 @@ EDITED_CODE = {  # {what is edited: (how, the kinds whose code it is)}
 @pytest.mark.parametrize("what", EDITED_CODE)
 def test_after_an_edit_the_figures_stay_and_say_so(tmp_path, project, what):
     take_all(tmp_path)
-    edit, kinds = EDITED_CODE[what]
-    edit(project)
+    change, kinds = EDITED_CODE[what]
+    change(project)
     record.main([])
-    assert found_by_check() == [], "green for a contributor without a GPU"
-    stale = {line.partition(":")[0] for line in found_by_check("--fresh")}
+    assert found_by_check() == "", "green for a contributor without a GPU"
+    stale = {line.partition(":")[0] for line in found_by_check("--fresh").splitlines()}
     assert stale == kinds
+    # The tables of the rehearsal are on the page, and not in README.
     assert readme().count("Measured with earlier code") == len(kinds - {"rehearsal"})
     assert "| 1.50 | 1.50 | 2.50 |" in readme() and "| 3.00 | 2.00 | 1.50 |" in readme()
 
@@ -252,17 +260,18 @@ def test_a_hash_is_the_same_in_each_python():
 
 RECORDED = "results/runs/N*.json"
 REFUSED_RUNS = {  # {what is wrong with a run: (what makes it so, the words of the sentence)}
-    "another notebook's code": (replace(PAGE, "import subprocess", "import os"), "other code"),
-    "a cell was not run": (replace(PAGE, COUNT, '"execution_count": null'), "not run"),
-    "a cell ran again": (replace(PAGE, COUNT, '"execution_count": 99'), "not run once"),
+    "another notebook's code": (edit(PAGE, "import subprocess", "import os"), "other code"),
+    "a cell was not run": (edit(PAGE, COUNT, '"execution_count": null'), "not run"),
+    "a cell ran again": (edit(PAGE, COUNT, '"execution_count": 99'), "not run once"),
     "a cell failed": (let_a_cell_fail, "cell failed"),
-    "its own hash": (replace(RECORDED, "{", '{ "code": "01",'), "not the one that the notebook's"),
+    "its own hash": (edit(RECORDED, "{", '{ "code": "01",'), "not the one that the notebook's"),
     "another run's times": (
-        replace(RECORDED, '"seconds": 9', '"seconds": 1'), "not the one that the notebook's outputs"
+        edit(RECORDED, '"seconds": 9', '"seconds": 1'), "not the one that the notebook's outputs"
     ),
-    "a truncated record": (replace(RECORDED, "{", ""), "cannot be read"),
+    "a run without a GPU": (edit(PAGE, ".json, sha256 ", ""), "ran without a GPU, or not to its"),
+    "a truncated record": (edit(RECORDED, "{", ""), "cannot be read"),
     "no record": (delete(RECORDED), "it lacks the run .*NVIDIA-H200.json"),
-    "a truncated notebook": (replace(PAGE, "{", ""), "cannot be read"),
+    "a truncated notebook": (edit(PAGE, "{", ""), "cannot be read"),
     "no notebook": (delete(PAGE), "it has no nf4_triton.ipynb"),
 }  # fmt: skip
 WRONG = [{"case": "a", "path": "one", "weights": 9, "differing": 1}]
@@ -299,13 +308,14 @@ REFUSED_FILES = {  # {what is wrong: (fields that are others, the words)}
 @pytest.mark.parametrize("wrong", REFUSED_FILES)
 def test_a_tools_file_with_a_fault_is_refused(tmp_path, project, wrong):
     fields, words = REFUSED_FILES[wrong]
-    shared.write(tmp_path / "file.json", measured("training") | fields)
+    made = shared.measurement("training", DATA["training"], "NVIDIA H200")
+    shared.write(tmp_path / "file.json", made | fields)
     with pytest.raises(SystemExit, match=words):
         record.main([str(tmp_path / "file.json")])
     assert not (project / "results").exists()
 
 
-@pytest.mark.parametrize("n_written", [0, 1, 2], ids=["at once", "notebook", "and README"])
+@pytest.mark.parametrize("n_written", [1, 2], ids=["the notebook", "and README"])
 def test_what_is_interrupted_leaves_results_as_they_were(tmp_path, project, n_written):
     folder = write_run(tmp_path / "run", made_up_run())
     outcomes = [DEFAULT] * n_written + [KeyboardInterrupt]

@@ -1,4 +1,4 @@
-"""Protects the record's reader: tools measure what they say, and nothing that shows nothing."""
+"""Protects the record's reader: tools measure what they say, and refuse what shows nothing."""
 
 import contextlib
 import math
@@ -42,7 +42,6 @@ class FalseTraining:
 @pytest.fixture
 def false_training(nf4, monkeypatch):
     false_training = FalseTraining(nf4)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", false_training.wait)
     monkeypatch.setattr(training.time, "perf_counter", lambda: false_training.ms / 1e3)
     return false_training

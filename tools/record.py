@@ -8,7 +8,7 @@
 
 People write sentences, and this program writes tables: each lies between <!-- NAME:start --> and
 <!-- NAME:end -->, with a line that says where and when it was measured, and whether the code has
-changed since. What speaks against a measurement is said, and then nothing is changed.
+changed since. A measurement with a fault is refused with reasons, and then no file changes.
 """
 
 import hashlib

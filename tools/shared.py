@@ -35,7 +35,7 @@ MEASURED = {  # {kind of measurement: (the marks of cells, the files) whose code
     "run": (("", "-harness", "run"), ()),
     "training": (("",), ("nf4_integrations.py", "tools/training.py")),
     "rehearsal": (("", "-harness", "run"), ("tools/t4.py",)),
-    "tests": (("", "-harness", "-display"), ("nf4_integrations.py", "tests/*.py")),
+    "tests": (("", "-harness", "-display"), ("nf4_integrations.py", "tools/*.py", "tests/*.py")),
 }
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft")
 
@@ -80,8 +80,8 @@ def defining(what):
 def bound(source):
     """Return the names that a cell assigns, defines or imports.
 
-    They are read off its bytecode: to `symtable`, from Python 3.12 on, a comprehension's variable
-    is one of the cell's, too.
+    They are read off its bytecode, because from Python 3.12 on `symtable` counts a comprehension's
+    variable as one of the cell's.
     """
     code = dis.get_instructions(compile(source, "a cell", "exec"))
     return {each.argval for each in code if each.opname == "STORE_NAME"}

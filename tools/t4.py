@@ -127,6 +127,8 @@ def count_unsloths():
                 for dtype in {"*fp16", "*bf16"} & set(compiled.src.signature.values()):
                     column = f"Unsloth's, {dtype.strip('*')}"
                     columns[column] = by_pipe(instructions(compiled), n_weights / n_threads)
+    if len(columns) != 2:
+        raise ValueError(f"expected Unsloth's kernel in fp16 and in bf16, got {list(columns)}")
     return dict(sorted(columns.items(), reverse=True))
 
 

@@ -82,7 +82,6 @@ def measure(step, context, nf4, rounds=60):
 
     The context is entered outside the clock, as a training enters it once.
     """
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     contexts = {"stock_ms": contextlib.nullcontext, "ours_ms": context}
     for _ in range(3):  # the first makes plans
         compare(step, contexts, nf4)
@@ -90,10 +89,10 @@ def measure(step, context, nf4, rounds=60):
     for _ in tqdm(range(rounds), "rounds", disable=None):
         for name in random.sample(list(contexts), 2):
             with contexts[name]():
-                wait()
+                torch.cuda.synchronize()
                 began = time.perf_counter()
                 step()
-                wait()
+                torch.cuda.synchronize()
                 times[name].append((time.perf_counter() - began) * 1e3)
     return {name: statistics.median(ms) for name, ms in times.items()}
 
