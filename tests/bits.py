@@ -1,4 +1,7 @@
-"""How outputs are compared, bit by bit, and with what: bitsandbytes, or the page's formula."""
+"""How outputs are compared, bit by bit, and with what: bitsandbytes, or the page's formula.
+
+The formula is `spec` of the module nf4_triton, which the fixture `nf4` has loaded.
+"""
 
 import copy
 import math
@@ -17,6 +20,11 @@ def expected(weight, state):
     if weight.is_cuda or (rest and columns % state.blocksize == 0 and weight.is_contiguous()):
         return dequantize_4bit(weight.data.view(torch.uint8), state)
     return formula(weight, state)
+
+
+def right(layer):
+    """Return bitsandbytes' result for a Linear4bit layer."""
+    return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
 
 
 def formula(weight, state):

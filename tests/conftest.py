@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items):
 
 
 def load(name):
-    """Return the notebook's definitions. On a CPU, too, they run the assembly, by a stand-in."""
+    """Return the notebook's definitions. On a CPU a stand-in runs the kernel's assembly."""
     nf4 = shared.load(name)
     if not GPU:
         stand_ins.let_the_interpreter_run_assembly(nf4)

@@ -90,7 +90,7 @@ class Calls:
             "by_bitsandbytes": self.count_bitsandbytes,
             "trial": self.count_trial,
         }.items():
-            function = inspect.unwrap(getattr(self.nf4, name))
+            function = inspect.unwrap(getattr(self.nf4, name))  # so that none is counted twice
             counting = functools.wraps(function)(functools.partial(count, function))
             self.patch.setattr(self.nf4, name, counting)
 

@@ -100,14 +100,14 @@ Metadata = namedtuple("Metadata", METADATA)
 class Compiled:
     """What Triton compiles of a kernel for these dtypes and constants, and Triton's launcher.
 
-    On a GPU: test_call.py, test_a_trial_is_right_in_any_surroundings.
+    On a GPU: test_trial.py, test_a_trial_is_right_in_any_surroundings.
     """
 
     metadata = Metadata(**METADATA)
 
     def __init__(self, kernel, dtypes, constants):
         self.kernel, self.dtypes, self.constants = kernel, dtypes, constants
-        self.function = weakref.proxy(self)  # unloaded as soon as nobody holds this
+        self.function = weakref.ref(self)  # unloaded as soon as nobody holds this
         signature = ["constexpr" if dtype is None else "*" for dtype in dtypes]
         signature += ["i64"] + ["constexpr"] * len(constants)
         self.src = types.SimpleNamespace(signature=dict(enumerate(signature)))
@@ -148,13 +148,15 @@ class PlansOnCPU:
     """Lets a module make plans as on a GPU, and keep to the current GPU and stream of CURRENT.
 
     On a GPU: test_call.py, test_a_changed_field_gets_right_weights (launcher, guard, allocator),
-    test_the_current_stream_is_used, test_another_gpu_may_be_current.
+    test_the_current_stream_is_used, test_another_gpu_may_be_current; test_trial.py,
+    test_a_hindered_trial_is_left_to_a_later_call. That a trial sleeps before it copies the weight,
+    a GPU alone shows.
     """
 
     def __init__(self, nf4, monkeypatch):
         CURRENT.gpu, CURRENT.stream = None, 0
         self.nf4 = nf4
-        private = {
+        in_the_module = {
             "HAS_PRIVATE": True,
             "INTERPRETED": False,
             "suits_kernel": self.as_interpreted(inspect.unwrap(nf4.suits_kernel)),
@@ -170,11 +172,11 @@ class PlansOnCPU:
             "_cuda_getCurrentRawStream": lambda index: CURRENT.stream,
             "_cuda_sleep": lambda cycles: None,
         }
-        for name, value in private.items():
+        for name, value in in_the_module.items():
             monkeypatch.setattr(nf4, name, value, raising=False)
         launcher = types.SimpleNamespace(_launch_kernel=self.launch_kernel)
         stream = lambda: types.SimpleNamespace(cuda_stream=CURRENT.stream)  # noqa: E731
-        public = {
+        in_torch = {
             "torch._C._StaticCudaLauncher": launcher,
             "torch.cuda.device": self.on_gpu,
             "torch.cuda.Stream": lambda device: 5,
@@ -183,7 +185,7 @@ class PlansOnCPU:
             "torch.cuda.is_current_stream_capturing": lambda: False,
             "torch.cuda.get_sync_debug_mode": lambda: 0,
         }
-        for name, value in public.items():
+        for name, value in in_torch.items():
             monkeypatch.setattr(name, value, raising=False)
 
     def as_interpreted(self, function):
@@ -209,11 +211,13 @@ class PlansOnCPU:
     def launch_kernel(self, function, x, y, z, num_warps, n_shared, type_codes, values, stream):
         """Do what torch's launcher does, which takes no keyword."""
         *addresses, n_weights, scratch, profile_scratch = values
+        compiled = function()
+        expect(compiled, "the kernel was unloaded")
         expect((y, z, num_warps, n_shared) == (1, 1, 4, 0), "another grid or block")
         expect(CURRENT.gpu is None, "another GPU is current")
         expect(scratch is None and profile_scratch is None, "scratch memory")
         expect(type_codes == "O" * len(addresses) + "lOO", f"types {type_codes}")
-        function.run((x, y, z), addresses, n_weights, stream)
+        compiled.run((x, y, z), addresses, n_weights, stream)
 
     def exchange(self, index):
         before, CURRENT.gpu = CURRENT.gpu, index

@@ -51,7 +51,7 @@ OFFSET, CODE2 = "quant_state.offset", "quant_state.state2.code"
 CHANGES = {  # {id: (where, what it becomes, what serves the next two calls)}
     "dtype": (f"{STATE}.dtype", lambda dtype: torch.bfloat16, NEW_PLAN),
     "shape": (f"{STATE}.shape", lambda shape: shape[::-1], NEW_PLAN),
-    "shape a list": (f"{STATE}.shape", list, [OPERATOR, OPERATOR]),  # it makes a tuple
+    "shape a list": (f"{STATE}.shape", list, [OPERATOR, OPERATOR]),  # a list has no hash
     "blocksize of numpy": (f"{STATE}.blocksize", np.int64, SAME_PLAN),
     "state2.blocksize": (f"{STATE}.state2.blocksize", lambda size: 512, NEW_PLAN),
     "code": (f"{STATE}.code", torch.clone, SAME_PLAN),
@@ -96,7 +96,7 @@ def test_a_changed_field_gets_right_weights(calls, what):
 
 
 def test_a_plan_is_made_once_and_none_for_what_has_none(calls):
-    """Of 100 calls with a weight at an odd address, none makes a plan, or a trial."""
+    """None for an odd address or for a table in two fields; one for a weight a word on."""
     make_plan = mock.Mock(wraps=calls.nf4.make_plan)
     calls.patch.setattr(calls.nf4, "make_plan", make_plan)
     layer, twice = calls.layer(), calls.layer()

@@ -36,7 +36,7 @@ BAD_ALWAYS = {  # {what is wrong: BadArgument}
     "no state": BadArgument("a layer gets it on a GPU", "state", as_(None), TypeError),
     "repacked for a CPU": BadArgument("repacked for a CPU: load it again", "state", repacked),
     "quant_type": BadArgument("quant_type 'nf4', got 'fp4'", "quant_type", as_("fp4")),
-    "no shape in the state": BadArgument(
+    "a state without fields": BadArgument(
         "a 4-bit weight", "state", as_(SimpleNamespace()), TypeError
     ),
     "state2.dtype": BadArgument("got torch.float16: set quant", "state2.dtype", as_(torch.float16)),

@@ -12,13 +12,10 @@ from unittest import mock
 import helpers
 import pytest
 import torch
+from bits import right
 from bitsandbytes.functional import dequantize_4bit
 
 THREE_DTYPES = set(helpers.DTYPES)
-
-
-def right(layer):
-    return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
 
 
 # The comparison of all bits
@@ -104,7 +101,10 @@ def test_on_a_gpu_the_cases_are_the_challenges_shapes(nf4, monkeypatch):
     quantized, every_combination = mock.Mock(return_value=made), mock.Mock(return_value=made)
     monkeypatch.setattr(nf4, "quantized", quantized)
     monkeypatch.setattr(nf4, "every_combination", every_combination)
-    assert len(list(nf4.cases("cuda"))) == sum(N_CASES.values()) + 3 * (1 + 1)
+    found = collections.Counter(name for name, *_ in nf4.cases("cuda"))
+    more = {"random weights in the challenge's shapes": 3 * 3}
+    more["16 nibbles x 256 absmax, with tiny and huge scales"] = 3 * 4
+    assert found == N_CASES | more
     asked = [call.args for call in quantized.call_args_list]
     assert all((shape, dtype, "cuda") in asked for shape in nf4.SHAPES for dtype in THREE_DTYPES)
     for blocksize in nf4.BLOCKSIZES:
@@ -179,6 +179,17 @@ def test_each_kernel_of_a_call_is_listed(nf4, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited_for.extend(ran))
     assert nf4.kernels_of(call, profile) == ["kernel", "fill", "fill"]
+
+
+def test_bytes_beyond_the_output_are_counted(nf4):
+    """Those that were freed again count, too."""
+    allocated = [100]
+
+    def call():
+        allocated[0] += 64 + 7
+        return torch.ones(16)
+
+    assert nf4.bytes_of_call(call, lambda: allocated[0]) == (64, 7)
 
 
 # torch.compile

@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib
 import inspect
+import multiprocessing
 import re
 import sys
 import types
@@ -246,6 +247,16 @@ def test_an_error_in_a_context_puts_bitsandbytes_back(integrations):
     assert bnb.functional.dequantize_4bit is STOCK
 
 
+def test_a_forked_child_has_a_lock_of_its_own(integrations):
+    """The thread that held the parent's lock may be missing there."""
+    lock = integrations.LOCK
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=lambda: sys.exit(int(integrations.LOCK is lock)))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0, "the child has its parent's lock"
+
+
 @pytest.mark.parametrize("how", ["reloaded", "run twice"])
 def test_a_context_survives_a_module_that_is_loaded_again(nf4, integrations, how):
     """As by autoreload, or by a cell that is run again."""
@@ -410,8 +421,14 @@ def test_unsloth_gets_what_ours_refuses_without_a_word(given, integrations, unsl
     assert said() == []
 
 
-def of_august_2026(W, quant_state=None, out=None, use_global_buffer=False):
+def of_august_2026(*given):
+    assert len(given) <= 4, "an argument too many"
     return "theirs"
+
+
+of_august_2026.__signature__ = inspect.signature(
+    lambda W, quant_state=None, out=None, use_global_buffer=False: None
+)
 
 
 def with_an_unknown_signature(W, state, buffer):

@@ -204,9 +204,19 @@ def test_more_than_2_to_the_31_weights_are_right(nf4, device, n_weights):
 
 def test_bitsandbytes_is_not_asked_for_2_to_the_31_weights(nf4):
     """From there on, its kernels would write nothing, or a part, in silence."""
-    kind = ((2**31 + 1,), torch.float16, 64, 256)
-    with pytest.raises(ValueError, match="fewer than 2.31 weights, .* got 2147483649"):
-        nf4.by_bitsandbytes((None,) * 5, kind)
+    n_weights = 2**31 + 64
+    bytes_on_meta = partial(torch.empty, dtype=torch.uint8, device="meta")  # without memory
+    floats_on_meta = partial(torch.empty, dtype=torch.float32, device="meta")
+    tables = bytes_on_meta(n_weights // 64), floats_on_meta(()), floats_on_meta(131_073)
+    tensors = bytes_on_meta(n_weights // 2), *tables, floats_on_meta(256)
+    with pytest.raises(ValueError, match="fewer than 2.31 weights, .* got 2147483712"):
+        nf4.by_bitsandbytes(tensors, ((n_weights,), torch.float16, 64, 256))
+
+
+def test_bitsandbytes_is_not_given_gaps_at_an_odd_address(nf4):
+    table = helpers.one_byte_on(torch.ones(8, 2))[:, 0]
+    with pytest.raises(ValueError, match="float32 without gaps or at a multiple of 4 bytes, got"):
+        nf4.readable(table)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 1), (64, 64)], ids=str)

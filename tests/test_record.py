@@ -188,13 +188,10 @@ TAMPERED = {  # {what was changed: (how, words of what check says)}
     "a figure in README": (edit("README.md", "1.50", "9.67"), "README.md does not show"),
     "a figure on the page": (edit(PAGE, "1.04 to 1.22", "1.20 to 1.22"), "does not show"),
     "marks that are gone": (edit("README.md", "<!-- speedups:end -->", ""), "speedups:start"),
-    "a mark that stands twice": (
-        edit("README.md", "# nf4-triton", "<!-- tests:start -->"), "tests:start"
-    ),
     "an output": (edit(PAGE, "FMA instructions 0", "FMA instructions 9"), "not those that"),
     "a cell that ran again": (edit(PAGE, COUNT, '"execution_count": 99'), "not run once"),
     "a cell that failed": (let_a_cell_fail, "cell failed"),
-    "tests that are gone": (delete("tests/test_*.py"), "README.md does not show"),
+    "test files that are deleted": (delete("tests/test_*.py"), "README.md does not show"),
 }  # fmt: skip
 
 
@@ -264,7 +261,9 @@ REFUSED_RUNS = {  # {what is wrong with a run: (what makes it so, the words of t
     "a cell was not run": (edit(PAGE, COUNT, '"execution_count": null'), "not run"),
     "a cell ran again": (edit(PAGE, COUNT, '"execution_count": 99'), "not run once"),
     "a cell failed": (let_a_cell_fail, "cell failed"),
-    "its own hash": (edit(RECORDED, "{", '{ "code": "01",'), "not the one that the notebook's"),
+    "a field that only the record adds": (
+        edit(RECORDED, "{", '{ "code": "01",'), "not the one that the notebook's last"
+    ),
     "another run's times": (
         edit(RECORDED, '"seconds": 9', '"seconds": 1'), "not the one that the notebook's outputs"
     ),

@@ -1,9 +1,12 @@
 """Protects the page's reader: each sentence that compares holds for the run that the page shows.
 
-A sentence that is edited, or a run that no longer bears it out, makes a test fail here.
+A sentence that is edited, or a run that no longer bears it out, makes a test fail here. The picture
+of a warp is shown, too.
 """
 
+import base64
 import itertools
+import re
 
 import nbformat
 import pandas as pd
@@ -110,3 +113,15 @@ def test_what_is_said_of_a_t4s_pipes_holds(says, shown):
     says("our kernel in fp16 needs 201 MHz. The other three kernels need less for it")
     assert round(to_start_all.pop("ours, fp16") * clock["ours, fp16"]) == 201
     assert (to_start_all < 1).all()
+
+
+def test_colab_and_github_show_the_warps_picture():
+    """Colab shows no attachments: a data URI, by reference. README's file is the same picture."""
+    cells = nbformat.read(shared.NOTEBOOK, as_version=4).cells
+    assert not any(cell.get("attachments") for cell in cells)
+    (source,) = [cell.source for cell in cells if "data:image" in cell.source]
+    name, picture = re.search(r"^\[(\w+)\]: data:image/png;base64,(\S+)$", source, re.M).groups()
+    assert f"][{name}]" in source.split(f"[{name}]:")[0]
+    assert base64.b64decode(picture) == (shared.ROOT / "results" / "warp.png").read_bytes()
+    readme = (shared.ROOT / "README.md").read_text(encoding="utf-8")
+    assert "(results/warp.png)" in readme

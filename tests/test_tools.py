@@ -1,10 +1,13 @@
 """Protects the record's reader: tools measure what they say, and refuse what shows nothing."""
 
 import contextlib
+import json
 import math
 import types
 
 import pytest
+import sanitize
+import shared
 import t4
 import tally
 import torch
@@ -83,15 +86,50 @@ def test_the_clock_that_a_t4_needs_is_that_of_the_busiest_pipe():
     assert clock["ours"] == round(weights_per_s * 32 / 64 / 1e6)
 
 
-def test_a_tally_counts_errors_as_failures():
+@pytest.mark.parametrize("status", [0, 1, 2], ids=["passed", "some failed", "interrupted"])
+def test_a_tally_is_of_all_tests_and_of_errors_as_failures(tmp_path, monkeypatch, status):
     stats = {"passed": [1, 2], "failed": [3], "error": [4], "skipped": [5], "warnings": [6]}
-    counted = tally.Tally()
-    counted.pytest_terminal_summary(types.SimpleNamespace(stats=stats))
-    counts = {"passed": 2, "failed": 2, "skipped": 1}
-    assert counted.data == {"GPUs": torch.cuda.device_count()} | counts
+
+    def run_pytest(arguments, plugins):
+        assert arguments == [str(shared.ROOT / "tests"), "-q", "-n", "8"], "no part of the tests"
+        plugins[0].pytest_terminal_summary(types.SimpleNamespace(stats=stats))
+        return status
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(pytest, "main", run_pytest)
+    file = tmp_path / "tests.json"
+    with pytest.raises(SystemExit) if status == 2 else contextlib.nullcontext():
+        tally.main([str(file)])
+    assert file.exists() == (status != 2)
+    if file.exists():
+        counts = {"passed": 2, "failed": 2, "skipped": 1}
+        data = json.loads(file.read_text())["data"]
+        assert data == {"GPUs": torch.cuda.device_count()} | counts
 
 
-@pytest.mark.parametrize("more", [["-k", "bits"], ["tests/test_call.py"]], ids=" ".join)
-def test_a_tally_of_a_part_of_the_tests_is_refused(tmp_path, more):
-    with pytest.raises(SystemExit, match="a tally is always of all tests"):
-        tally.main([str(tmp_path / "tests.json"), *more])
+SUMMARY = "========= ERROR SUMMARY: {} errors\n"
+
+
+@pytest.mark.parametrize(
+    "launches, output, status, is_expected",
+    [
+        ("right", SUMMARY.format(0), 0, True),
+        ("right", SUMMARY.format(3), 9, False),
+        ("right", SUMMARY.format(0), 1, False),
+        ("right", "the sanitizer did not start", 0, False),
+        ("broken", SUMMARY.format(3), 9, True),
+        ("broken", SUMMARY.format(0), 0, False),
+    ],
+)
+def test_the_sanitizers_word_counts(launches, output, status, is_expected):
+    assert sanitize.is_expected(launches, output, status) == is_expected
+
+
+@pytest.mark.parametrize("name", ["differing", "median"], ids=["defined", "imported"])
+def test_a_cell_that_takes_a_definitions_name_is_refused(monkeypatch, name):
+    """In the notebook, all later calls would find something else there, and trials would fail."""
+    cells = [*shared.marked_cells(), ("run", f"{name} = 0", 99)]
+    monkeypatch.setattr(shared, "marked_cells", lambda: cells)
+    with pytest.raises(ValueError, match=f"^code cell 99 takes the name of .*: {name}$"):
+        shared.load("nf4_taken")

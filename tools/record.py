@@ -35,7 +35,7 @@ COMMANDS = {
     "tests": "run tools/tally.py tests.json on a GPU, then tools/record.py tests.json",
 }
 TOOLS = [kind for kind in COMMANDS if kind != "run"]  # each writes one file
-ADDED = ("code", "sha256")  # what take_run adds to a run
+ADDED = ("code", "sha256")  # fields that take_run adds to the notebook's JSON
 PROGRESS = re.compile(r"\r?rounds:[^\r\n]*|\r *")  # a bar, and what clears its line
 ROWS = {  # of the first table: {contender: what the reader sees}
     "Unsloth": "today's Unsloth ({unsloth})",
@@ -117,7 +117,7 @@ def objections_to_data(kind, data):
     if kind in ("run", "rehearsal"):
         if not data["compared"]:
             yield "it compared no bits"
-        n_differing = sum(abs(row["differing"]) for row in data["compared"])
+        n_differing = sum(row["differing"] for row in data["compared"])
         if n_differing:
             yield f"the bits of {n_differing:,} weights differ from bitsandbytes'"
     if kind == "rehearsal" and not (data["kernels"] and data["pipes"]):
