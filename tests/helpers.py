@@ -128,7 +128,8 @@ class Calls:
     def layer_with_plan(self):
         """Return a layer whose first call has left a plan for its kind."""
         layer = self.layer()
-        assert self.served_by(layer) is ServedBy.OPERATOR and self.n_plans() > 0
+        self.assert_served_by(layer, ServedBy.OPERATOR)
+        assert self.n_plans() > 0, "the first call left no plan"
         return layer
 
     def dequantize(self, layer):
@@ -144,6 +145,12 @@ class Calls:
         if tuple(layer.quant_state.shape) in self.shapes_by_bitsandbytes:
             return ServedBy.BITSANDBYTES
         return ServedBy.OPERATOR
+
+    def assert_served_by(self, layer, *wanted):
+        """Call as often as there are `wanted`, compare the bits, and what did the work."""
+        found = [self.served_by(layer).value for _ in wanted]
+        expected = [each.value for each in wanted]
+        assert found == expected, f"expected calls to be served by {expected}, got {found}"
 
     def assert_right(self, out, layer):
         assert not out.requires_grad

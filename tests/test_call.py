@@ -85,11 +85,9 @@ def test_a_changed_field_gets_right_weights(calls, what):
     layer = calls.layer_with_plan()
     where, make, wanted = CHANGES[what]
     helpers.replace_field(layer, where, make)
-    assert [calls.served_by(layer) for _ in range(2)] == wanted, (
-        "served by another than CHANGES says"
-    )
-    assert calls.n_plans() == (2 if wanted == NEW_PLAN else 1)
-    assert calls.served_by(calls.layer()) is PLAN, "the first plan is lost"
+    calls.assert_served_by(layer, *wanted)
+    assert calls.n_plans() == (2 if wanted == NEW_PLAN else 1), "one for each form"
+    calls.assert_served_by(calls.layer(), PLAN)  # the first plan is still there
 
 
 # A plan is made once, and runs as an ordinary function of torch.
@@ -105,7 +103,7 @@ def test_a_plan_is_made_once_and_none_for_what_has_none(calls):
     for _ in range(100):
         calls.dequantize(layer)
         calls.dequantize(twice)
-    assert not make_plan.called and calls.n_plans() == 0
+    assert not make_plan.called and calls.n_plans() == 0, "nothing to keep, so nothing to make"
     layer.weight = helpers.moved(layer.weight, 4)
     layer.quant_state.absmax = helpers.moved(layer.quant_state.absmax, 1)
     for _ in range(100):
@@ -120,13 +118,14 @@ def test_each_copy_of_the_code_has_its_own_plans(make_copy, names):
     copies = list(map(make_copy, names))
     for wanted in (OPERATOR, PLAN):
         for copy in copies:
-            assert copy.served_by(copy.layer()) is wanted
+            copy.assert_served_by(copy.layer(), wanted)
 
 
 def test_each_output_is_fresh(calls):
     layers = [calls.layer_with_plan(), calls.layer(1), calls.layer()]
     outs = [calls.dequantize(layer) for layer in layers]
-    assert calls.n_by_operator == 1 and len({out.data_ptr() for out in outs}) == 3
+    assert calls.n_by_operator == 1, "the plan served them"
+    assert len({out.data_ptr() for out in outs}) == 3, "two outputs share their memory"
     for out, layer in zip(outs, layers):
         calls.assert_right(out, layer)
 
@@ -141,7 +140,7 @@ def test_inference_mode_and_autocast_get_plans_of_their_own(calls):
             served_by = calls.served_by(layer)
             out = calls.dequantize(layer)
         if turn >= 4:  # each context's second time
-            assert served_by is PLAN
+            assert served_by is PLAN, f"in {context}, got {served_by.value}"
         assert out.is_inference() == (context is torch.inference_mode)
 
 
@@ -154,7 +153,7 @@ def test_a_plan_asks_no_mode_for_functions(calls):
     asked, layer = [], calls.layer_with_plan()
     with Mode():
         out = calls.dequantize(layer)
-    assert not asked
+    assert not asked, "the plan called a function that the mode sees"
     calls.assert_right(out, layer)
 
 
@@ -162,7 +161,7 @@ def test_the_current_stream_is_used(calls):
     layer = calls.layer_with_plan()
     if not GPU:
         stand_ins.CURRENT.stream = 7  # on others, the stand-ins' kernels write zeros
-        assert calls.served_by(layer) is PLAN
+        calls.assert_served_by(layer, PLAN)
         return
     layer, other = calls.layer(shape=(4096, 4096)), calls.layer(1, shape=(4096, 4096))
     calls.served_by(layer)
@@ -170,7 +169,7 @@ def test_the_current_stream_is_used(calls):
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(20_000_000)
         layer.weight.copy_(other.weight)  # ordered on this stream alone
-        assert calls.served_by(layer) is PLAN
+        calls.assert_served_by(layer, PLAN)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
@@ -181,7 +180,7 @@ def test_another_gpu_may_be_current(calls):
     for turn, current in enumerate((1, 0, 1)):
         with torch.cuda.device(current):
             for layer in layers:
-                assert calls.served_by(layer) is (OPERATOR if turn == 0 else PLAN)
+                calls.assert_served_by(layer, OPERATOR if turn == 0 else PLAN)
                 assert calls.nf4._cuda_getDevice() == current
 
 
@@ -192,12 +191,12 @@ def test_shapes_and_strides_without_end_do_not_fill_the_memory(calls):
     calls.nf4.PLANS.update({(n, "another kind"): () for n in range(4095)})
     for n in (1, 2, 3):
         calls.served_by(calls.layer(shape=(n, 64)))
-        assert len(calls.nf4.PLANS) == 4096
+        assert len(calls.nf4.PLANS) == 4096, "plans are kept for the newest kinds only"
     assert list(calls.nf4.PLANS)[0] == (2, "another kind"), "the oldest go first"
     _, kind = calls.nf4.unpack(*vars(calls.layer()).values())
     calls.nf4.PLANS[kind] = 64 * (lambda tensors: None,)  # as those for other strides
-    assert [calls.served_by(calls.layer()) for _ in range(2)] == NEW_PLAN
-    assert len(calls.nf4.PLANS[kind]) == 64
+    calls.assert_served_by(calls.layer(), *NEW_PLAN)
+    assert len(calls.nf4.PLANS[kind]) == 64, "and for the newest strides"
 
 
 @pytest.fixture
@@ -216,10 +215,10 @@ def test_plans_and_layers_are_freed_without_a_collector(calls, no_collector):
     state = layer.quant_state
     held = [weakref.ref(each) for each in (layer.weight, state, state.absmax, plan)]
     del layer, state
-    assert [each() for each in held] == [None, None, None, plan]
+    assert [each() for each in held] == [None, None, None, plan], "the plan holds a tensor"
     del plan
     calls.nf4.PLANS.clear()
-    assert held[-1]() is None
+    assert held[-1]() is None, "something else holds the plan"
 
 
 @pytest.mark.gpu

@@ -31,7 +31,7 @@ def test_all_weights_of_a_kind_share_one_graph(calls, dynamic):
                 layer.weight = helpers.moved(layer.weight, offset)
                 calls.assert_right(function(layer.weight, layer.quant_state), layer)
             calls.served_by(layer)
-        assert counter.frame_count == 1
+        assert counter.frame_count == 1, "a later weight was compiled anew"
 
 
 FORMS = {"a tensor": lambda weight: weight}
@@ -108,7 +108,7 @@ def test_tracers_make_no_weight_constant(calls, how):
             traced = TRACERS[how](function, layer.weight)
             calls.assert_right(traced(other.weight), other)
         calls.served_by(layer)
-    assert calls.served_by(layer) is ServedBy.PLAN, "a trace made its kind slow"
+    calls.assert_served_by(layer, ServedBy.PLAN)  # no trace made its kind slow
 
 
 INVERTED = """
@@ -131,6 +131,6 @@ def test_compiled_code_follows_edited_cells(copied):
     assert nf4.bits_differing(function(layer.weight), before) == 0
     assert copied.n_trials == 1, "the kernel was not compiled into the function"
     copied.run_again("register")
-    assert nf4.OPERATOR is operator
+    assert nf4.OPERATOR is operator, "compiled code would keep the first one"
     shared.execute(INVERTED, "edited run_operator", vars(nf4))
     assert nf4.bits_differing(function(layer.weight), before) > 0

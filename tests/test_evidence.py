@@ -58,7 +58,7 @@ def test_each_path_is_what_its_name_says(calls):
         nf4.by_plan(*given)
     for n in (1, 2):
         calls.assert_right(nf4.by_kernel_grid(*given), layer)
-        assert launch.call_count == n and calls.n_by_operator == 0
+        assert launch.call_count == n and calls.n_by_operator == 0, "one launch, and no operator"
     for n in (1, 2):
         calls.assert_right(nf4.by_first_call(*given), layer)
         assert calls.n_by_operator == n, "no plan was there before"
@@ -92,7 +92,7 @@ def test_no_case_is_forgotten(nf4):
             seen = [(absmax, byte >> 4, byte & 15) for absmax, row in rows for byte in row]
             assert len({(absmax, high) for absmax, high, _ in seen}) == 16 * 256
             assert len({(absmax, low) for absmax, _, low in seen}) == 16 * 256
-    assert found == N_CASES
+    assert found == N_CASES, "a case is missing or new"
 
 
 def test_on_a_gpu_the_cases_are_the_challenges_shapes(nf4, monkeypatch):
@@ -104,7 +104,7 @@ def test_on_a_gpu_the_cases_are_the_challenges_shapes(nf4, monkeypatch):
     found = collections.Counter(name for name, *_ in nf4.cases("cuda"))
     more = {"random weights in the challenge's shapes": 3 * 3}
     more["16 nibbles x 256 absmax, with tiny and huge scales"] = 3 * 4
-    assert found == N_CASES | more
+    assert found == N_CASES | more, "a case is missing or new"
     asked = [call.args for call in quantized.call_args_list]
     assert all((shape, dtype, "cuda") in asked for shape in nf4.SHAPES for dtype in THREE_DTYPES)
     for blocksize in nf4.BLOCKSIZES:
@@ -123,7 +123,7 @@ def test_cases_show_what_the_kernel_does_not_take(nf4, device):
             "gaps": not weight.is_contiguous(),
             "offset": state.offset.dtype == torch.float64,
         }
-        assert any(unusual.values())
+        assert any(unusual.values()), "a case that the kernel takes"
         for name in unusual:
             found[name] |= {state.dtype} if unusual[name] else set()
     assert all(dtypes == THREE_DTYPES for dtypes in found.values()), found
@@ -238,7 +238,7 @@ def test_on_a_gpu_inductor_compiles_anew(nf4, monkeypatch):
     mlp = types.SimpleNamespace(up_proj=types.SimpleNamespace(weight=weight), layers=tuple)
     nf4.compare_compiled(right, [mlp])
     assert compile_.call_args.kwargs == {"fullgraph": True, "backend": "inductor"}
-    assert reset.called
+    assert reset.called, "an earlier function's graph may be used"
 
 
 def breaks_the_graph(layer):

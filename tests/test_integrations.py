@@ -235,7 +235,7 @@ def test_outside_a_context_nothing_of_ours_runs(
     assert bnb.functional.dequantize_4bit is STOCK
     for function in (kept, tool.wrapper, STOCK):
         assert_same([function(*given)], [STOCK(*given)])
-    assert n_ours() == 0
+    assert n_ours() == 0, "ours ran outside a context"
     with integrations.in_bitsandbytes():
         bnb.functional.dequantize_4bit(*given)
     assert n_ours() == 1, "a later context works, and wraps nothing twice"
@@ -294,15 +294,15 @@ def test_compiled_code_uses_ours_only_within_a_context(device, integrations, cal
     with integrations.in_bitsandbytes():
         assert_same(step(), expected)
         n_inside = calls.n_by_operator
-    assert n_inside > 0
+    assert n_inside > 0, "ours did not run inside the context"
     assert_same(step(), expected)
-    assert calls.n_by_operator == n_inside
+    assert calls.n_by_operator == n_inside, "ours ran after the context"
     with torch.compiler.set_stance("fail_on_recompile"):
         with integrations.in_bitsandbytes(), integrations.in_bitsandbytes():
             assert_same(step(), expected)
-        assert calls.n_by_operator == 2 * n_inside
+        assert calls.n_by_operator == 2 * n_inside, "ours did not run in the next context"
         assert_same(step(), expected)
-    assert calls.n_by_operator == 2 * n_inside
+    assert calls.n_by_operator == 2 * n_inside, "ours ran after the context"
 
 
 OUTLIVING = {  # {what outlives the context: how it is made of a module without inputs}
@@ -324,7 +324,7 @@ def test_what_outlives_the_context_runs_nothing_of_ours(given, integrations, cal
         made = OUTLIVING[how](Module())
     n_inside = calls.n_by_operator  # jit.trace runs what it traced once more
     assert_same([made()], [STOCK(*given)])
-    assert calls.n_by_operator == n_inside
+    assert calls.n_by_operator == n_inside, "ours ran after the context"
 
 
 # Training
@@ -399,7 +399,7 @@ def test_each_module_of_unsloth_uses_ours_within_the_context(given, integrations
             row = module.fast_dequantize(weight.view(1, -1), state, None, True)
             assert_same([out, row], [expected, expected.t()])
         assert all(module.fast_dequantize is function for module, function in unsloth.others)
-        assert not unsloth.called.called
+        assert not unsloth.called.called, "Unsloth's own function ran"
         assert bnb.functional.dequantize_4bit is STOCK, "bitsandbytes has a context of its own"
     n_calls = n_ours()
     assert n_calls == 2 * len(unsloth.took) and len(set(kept)) == 1

@@ -4,7 +4,9 @@ import contextlib
 import json
 import math
 import types
+from pathlib import Path
 
+import nbclient
 import pytest
 import sanitize
 import shared
@@ -84,6 +86,44 @@ def test_the_clock_that_a_t4_needs_is_that_of_the_busiest_pipe():
     assert found == [(64, 32), (64, 3), (16, 2), (32, 1), ("", 0), ("", 1)]
     weights_per_s = 240e9 / (1 / 2 + 1 / 64 + 2) / 40  # for each multiprocessor
     assert clock["ours"] == round(weights_per_s * 32 / 64 / 1e6)
+
+
+COMPARED = [{"case": "a", "path": "plan", "weights": 9, "differing": 0}]
+REHEARSALS = {  # {what was compiled: (cubins, what is said, if it is refused)}
+    "all for a T4": ([b".target sm_75", b".target sm_75"], None),
+    "one for another GPU": ([b".target sm_75", b".target sm_90"], "1 of 2 are not"),
+    "nothing": ([], "0 of 0 are not"),
+}
+
+
+@pytest.mark.parametrize("what", REHEARSALS)
+def test_a_rehearsal_counts_only_if_all_was_compiled_for_a_t4(tmp_path, monkeypatch, what):
+    cubins, said = REHEARSALS[what]
+
+    class Client:
+        """Stands for the notebook's run, and leaves what that leaves."""
+
+        def __init__(self, notebook, resources):
+            self.scratch = Path(resources["metadata"]["path"])
+
+        def execute(self, env):
+            record = {"compared": COMPARED}
+            shared.write(self.scratch / "results" / "runs" / "tesla-t4-today.json", record)
+            shared.write(self.scratch / "pipes.json", [{"ours": 1}])
+            for i, cubin in enumerate(cubins):
+                (self.scratch / f"{i}.cubin").write_bytes(cubin)
+
+    monkeypatch.setattr(nbclient, "NotebookClient", Client)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    with pytest.raises(SystemExit, match=said) if said else contextlib.nullcontext():
+        t4.rehearse(tmp_path)
+    assert (tmp_path / "rehearsal.json").exists() == (said is None)
+    if said is None:
+        data = json.loads((tmp_path / "rehearsal.json").read_text())["data"]
+        assert data == {"compared": COMPARED, "pipes": [{"ours": 1}], "kernels": 2}
 
 
 @pytest.mark.parametrize("status", [0, 1, 2], ids=["passed", "some failed", "interrupted"])

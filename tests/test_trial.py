@@ -56,7 +56,7 @@ def test_a_trial_sees_a_kernel_that_is_wrong(copied, caplog, what):
     for dtype, offset_dtype in itertools.product(dtypes, helpers.DTYPES):
         layer = copied.layer(dtype=dtype)
         layer.quant_state.offset = layer.quant_state.offset.to(offset_dtype)
-        assert copied.served_by(layer) is BITSANDBYTES, (dtype, offset_dtype)
+        copied.assert_served_by(layer, BITSANDBYTES)
         assert caplog.text.count("bytes of a sample differ") == 2, "with each launcher"
         caplog.clear()
 
@@ -141,9 +141,10 @@ for what, error in ERRORS.items():
 def test_what_fails_is_logged_once_and_weights_are_right(copied, caplog, what):
     fail, how = FAILURES[what]
     fail(copied)
-    for shape in ((32, 64), (32, 64), (96, 64)):
-        layer = copied.layer(shape=shape)
-        assert (copied.served_by(layer) is BITSANDBYTES) == (how == BY_BITSANDBYTES)
+    by_plans = how == BY_TRITON
+    layer, other = copied.layer(), copied.layer(shape=(96, 64))
+    copied.assert_served_by(layer, *(NEW_PLAN if by_plans else 2 * [BITSANDBYTES]))
+    copied.assert_served_by(other, OPERATOR if by_plans else BITSANDBYTES)
     assert copied.n_trials == 1, "no second trial for the same"
     lines = [each.getMessage() for each in caplog.records if each.name == "nf4_triton"]
     assert len(lines) == 1, "said once"
@@ -170,7 +171,7 @@ def test_a_missing_private_function_is_logged_once(copied, caplog):
     copied.patch.setattr(torch.version, "cuda", "13.0")
     shared.execute(shared.defining("make_plan"), "make_plan again", vars(copied.nf4))
     for dtype in helpers.DTYPES:
-        assert copied.served_by(copied.layer(dtype=dtype)) is BITSANDBYTES
+        copied.assert_served_by(copied.layer(dtype=dtype), BITSANDBYTES)
     assert caplog.text.count("because of this torch: cannot import name") == 1
     caplog.clear()
 
@@ -251,8 +252,8 @@ def test_a_hindered_trial_is_left_to_a_later_call(calls, why):
         with HINDRANCES[why](calls):
             out = calls.dequantize(layer)
         calls.assert_right(out, layer)
-        assert calls.n_plans() == 0 and not calls.nf4.TRIALS
-    assert [calls.served_by(layer) for _ in range(2)] == NEW_PLAN
+        assert calls.n_plans() == 0 and not calls.nf4.TRIALS, "something was kept"
+    calls.assert_served_by(layer, *NEW_PLAN)
 
 
 @pytest.mark.parametrize("why", ["a graph is captured", "waiting is forbidden"])
@@ -262,7 +263,7 @@ def test_a_new_shape_of_a_tried_kernel_waits_for_nobody(calls, why):
     with HINDRANCES[why](calls):
         out = calls.dequantize(layer)
     calls.assert_right(out, layer)
-    assert calls.served_by(layer) is PLAN
+    calls.assert_served_by(layer, PLAN)
 
 
 USERS_ERRORS = {
@@ -278,8 +279,8 @@ def test_a_users_own_error_is_raised_and_nothing_is_kept(calls, what):
     with while_replaced("nf4.sample", mock.Mock(side_effect=error))(calls):
         with pytest.raises(type(error)):
             calls.dequantize(layer)
-    assert not calls.nf4.TRIALS and calls.n_plans() == 0
-    assert [calls.served_by(layer) for _ in range(2)] == NEW_PLAN
+    assert not calls.nf4.TRIALS and calls.n_plans() == 0, "something was kept"
+    calls.assert_served_by(layer, *NEW_PLAN)
 
 
 # Edits of cells that are run again.
@@ -297,8 +298,8 @@ EDITED = {  # {what is edited: (a name that its cell defines, the text, its repl
 def test_edited_code_is_tried_and_used(copied, what):
     layer = copied.layer_with_plan()
     copied.run_again(*EDITED[what])
-    assert [copied.served_by(layer) for _ in range(2)] == NEW_PLAN
-    assert copied.n_trials == 1
+    copied.assert_served_by(layer, *NEW_PLAN)
+    assert copied.n_trials == 1, "the edited code must be tried, once"
 
 
 def test_another_count_of_words_gets_a_trial(copied):
@@ -306,7 +307,7 @@ def test_another_count_of_words_gets_a_trial(copied):
     copied.layer_with_plan()
     copied.patch.setattr(copied.nf4, "WORDS", 512)
     layer = copied.layer(shape=(256, 64))
-    assert [copied.served_by(layer) for _ in range(2)] == NEW_PLAN
+    copied.assert_served_by(layer, *NEW_PLAN)
     assert copied.n_trials == 2
 
 
@@ -315,4 +316,4 @@ def test_a_kernel_with_a_plan_is_not_unloaded(calls):
     layer = calls.layer_with_plan()
     calls.nf4.TRIALS.clear()
     gc.collect()
-    assert calls.served_by(layer) is PLAN
+    calls.assert_served_by(layer, PLAN)
