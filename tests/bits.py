@@ -50,5 +50,5 @@ def assert_same_bits(out, wanted):
     assert forms[0] == forms[1], f"expected {forms[1]}, got {forms[0]}"
     integer = torch.int16 if out.itemsize == 2 else torch.int32
     bits = [torch.where(each.isnan(), math.nan, each).view(integer) for each in (out, wanted)]
-    say = "of the bits as integers; the formula stands in section 2 of the notebook, in `spec`: "
-    torch.testing.assert_close(*bits, rtol=0, atol=0, msg=lambda text: say + text)
+    what = "These are bits, as integers. The formula is `spec`, in section 2 of the notebook."
+    torch.testing.assert_close(*bits, rtol=0, atol=0, msg=lambda text: f"{text}\n{what}")

@@ -72,6 +72,9 @@ class ServedBy(enum.Enum):
     BITSANDBYTES = "bitsandbytes"
 
 
+NEW_PLAN = [ServedBy.OPERATOR, ServedBy.PLAN]  # what serves two calls of a form without a plan
+
+
 class Calls:
     """Calls a module that keeps plans (on a CPU by stand-ins), and sees what served its calls."""
 
@@ -153,6 +156,10 @@ class Calls:
         assert found == expected, f"expected calls to be served by {expected}, got {found}"
 
     def assert_right(self, out, layer):
+        """Compare the bits with the page's formula.
+
+        On a CPU bitsandbytes' bf16 is made by it, too; test_kernel.py compares that otherwise.
+        """
         assert not out.requires_grad
         bits.assert_same_bits(out, bits.formula(layer.weight, layer.quant_state))
 

@@ -100,7 +100,8 @@ Metadata = namedtuple("Metadata", METADATA)
 class Compiled:
     """What Triton compiles of a kernel for these dtypes and constants, and Triton's launcher.
 
-    On a GPU: test_trial.py, test_a_trial_is_right_in_any_surroundings.
+    On a GPU: test_trial.py, test_a_trial_is_right_in_any_surroundings,
+    test_a_kernel_with_a_plan_is_not_unloaded, test_torchs_launcher_refuses_a_kernel_that_asks_more.
     """
 
     metadata = Metadata(**METADATA)
@@ -161,7 +162,7 @@ class PlansOnCPU:
             "INTERPRETED": False,
             "suits_kernel": self.as_interpreted(inspect.unwrap(nf4.suits_kernel)),
             "launch": self.launch_and_compile(inspect.unwrap(nf4.launch)),
-            "by_bitsandbytes": by_formula,
+            "by_bitsandbytes": self.with_bf16_by_formula(inspect.unwrap(nf4.by_bitsandbytes)),
             "DisableTorchFunction": torch._C.DisableTorchFunction,
             "TensorGuards": torch._C._dynamo.guards.TensorGuards,
             "_len_torch_dispatch_stack": torch._C._len_torch_dispatch_stack,
@@ -195,6 +196,13 @@ class PlansOnCPU:
                 return function(*given)
 
         return run
+
+    def with_bf16_by_formula(self, by_bitsandbytes):
+        def dequantize(tensors, kind):
+            _, dtype, _, _ = kind
+            return (by_formula if dtype == torch.bfloat16 else by_bitsandbytes)(tensors, kind)
+
+        return dequantize
 
     def launch_and_compile(self, launch):
         @functools.wraps(launch)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import stand_ins
 import torch
-from helpers import GPU, ServedBy
+from helpers import GPU, NEW_PLAN, ServedBy
 from torch.overrides import TorchFunctionMode
 
 PLAN, OPERATOR, BITSANDBYTES = ServedBy
@@ -43,7 +43,6 @@ def with_grad(weight):
 
 
 SAME_PLAN = [PLAN, PLAN]  # what serves the two calls after a change
-NEW_PLAN = [OPERATOR, PLAN]
 NO_PLAN = [BITSANDBYTES, BITSANDBYTES]
 WEIGHT, STATE = "weight", "quant_state"
 ABSMAX, ABSMAX2 = "quant_state.absmax", "quant_state.state2.absmax"

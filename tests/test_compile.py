@@ -34,17 +34,17 @@ def test_all_weights_of_a_kind_share_one_graph(calls, dynamic):
         assert counter.frame_count == 1, "a later weight was compiled anew"
 
 
-FORMS = {"a tensor": lambda weight: weight}
-FORMS["a Parameter"] = partial(torch.nn.Parameter, requires_grad=False)
+PASSED_AS = {"a tensor": lambda weight: weight}
+PASSED_AS["a Parameter"] = partial(torch.nn.Parameter, requires_grad=False)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PASSED_AS)
 @pytest.mark.parametrize("shape", [(32, 128), (1, 2)], ids=["1 x n", "one byte"])
 def test_compiled_and_eager_outputs_have_one_form(calls, form, shape):
     """A [1, n] weight comes back transposed, and one byte without dimensions as it is."""
     layer = calls.layer(shape=shape)
     packed = layer.weight.reshape(()) if shape == (1, 2) else layer.weight.view(1, -1)
-    layer.weight = FORMS[form](packed)
+    layer.weight = PASSED_AS[form](packed)
     for function in (calls.nf4.dequantize_nf4, compiled(calls.nf4.dequantize_nf4)):
         out = function(layer.weight, layer.quant_state)
         calls.assert_right(out, layer)

@@ -37,7 +37,7 @@ ROWS = {
         ("an FMA", "scale = _mul_rn(code2, absmax2) + offset",
          "scale = (code2.to(tl.float64) * absmax2 + offset).to(tl.float32)",
          "pages_cases"),
-        ("state2.blocksize is 256", "blocksize2 = state2.blocksize", "blocksize2 = 256",
+        ("state2.blocksize is 256", "block // BLOCKSIZE2\n", "block // 256\n",
          "nested_blocks"),
         ("never transposed", "if len(shape) == 2 and weight", "if False and weight",
          "pages_cases"),
@@ -71,7 +71,7 @@ ROWS = {
          "another_gpu"),
     ],
     (PAGE, "test_trial.py"): [
-        ("what torch's launcher drops", "if found != plain:", "if False:", "asks_for_more"),
+        ("what torch's launcher drops", "if found != plain:", "if False:", "asks_more"),
         ("its verdict is ignored", "if n_differing == 0:", "if True:", "logged_once"),
         ("two threads make trials", "if not TRYING.acquire(blocking=False):",
          "if TRYING.acquire(blocking=False) and False:", "hindered"),
@@ -242,7 +242,7 @@ ROWS = {
          "does_not_agree"),
         ("check without tables", "if with_tables(text, tables) != text", "if False",
          "does_not_agree"),
-        ("check without the runs' hashes", 'or run.get("sha256") != digest(text_of(run)):',
+        ("check without the runs' hashes", 'or run.get(SEAL) != digest(text_of(run)):',
          "or False:", "does_not_agree"),
         ("a run's own hash is taken in", "if set(ADDED) & set(run):", "if False:", "with_a_fault"),
         ("no other run is of earlier code",
@@ -368,6 +368,7 @@ UNFIT = {  # {a row that shows nothing: what is said of it}
     Fault("gone", "a text that stands nowhere", "", "constants"): "0 times in nf4_triton",
     Fault("no test", "N_LOOPS = 1000", "N_LOOPS = 10", "no_such_test"): "selects no test",
     Fault("no set-up", "import itertools\n", "import itertoolz\n", "chart"): "no test failed",
+    Fault("crash", "elapsed += timed(", "elapsed += timer(", "seconds"): "no test failed",
     Fault("unseen", "N_LOOPS = 1000", "N_LOOPS = 10", "chart"): "no test of test_speed.py sees it",
 }
 

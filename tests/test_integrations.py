@@ -118,9 +118,7 @@ def cuda_ops(monkeypatch):
 
 @pytest.mark.parametrize("tokens", [8, 2000] if GPU else [8])  # stock's fused kernel, its product
 @pytest.mark.parametrize("what", LAYERS)
-def test_outputs_and_gradients_keep_stocks_bits(
-    device, integrations, n_ours, cuda_ops, what, tokens
-):
+def test_outputs_and_gradients_keep_stocks_bits(device, integrations, n_ours, what, tokens):
     layer = layer_of(device, **LAYERS[what])
     x = torch.randn(2, tokens, layer.in_features, device=device, dtype=torch.bfloat16)
 
@@ -272,7 +270,7 @@ def test_a_context_survives_a_module_that_is_loaded_again(nf4, integrations, how
     assert bnb.functional.dequantize_4bit is STOCK
 
 
-def compiled(layer):
+def compiled_step(layer):
     """step() gives a layer's output and the gradient of its input, by one compiled function."""
     torch._dynamo.reset()
     function = torch.compile(layer, fullgraph=True, backend="inductor" if GPU else "aot_eager")
@@ -290,7 +288,7 @@ def compiled(layer):
 def test_compiled_code_uses_ours_only_within_a_context(device, integrations, calls, what):
     """Compiled code calls the operator. A later context, or one within it, compiles nothing."""
     layer = layer_of(device, **LAYERS[what])
-    expected, step = compiled(layer)(), compiled(layer)
+    expected, step = compiled_step(layer)(), compiled_step(layer)
     with integrations.in_bitsandbytes():
         assert_same(step(), expected)
         n_inside = calls.n_by_operator

@@ -83,9 +83,10 @@ def test_unusual_weights_have_bitsandbytes_bits(nf4, device, unusual, dtype):
 @pytest.mark.parametrize("blocksize2", [32, 1024])
 def test_nested_blocks_of_any_size_are_decoded(nf4, device, dtype, blocksize2):
     """bitsandbytes makes only those of 256, so they are compared with the page's formula."""
-    weight, state = nf4.quantized((3, 1000), dtype, device, blocksize=32)
+    weight, state = nf4.quantized((36, 1000), dtype, device, blocksize=32)
     state.state2.blocksize = blocksize2
-    state.state2.absmax = torch.rand(-(-94 // blocksize2), device=device) + 0.5
+    n_nested = -(-state.absmax.numel() // blocksize2)  # more than one in either size
+    state.state2.absmax = torch.rand(n_nested, device=device) + 0.5
     assert_same_bits(nf4.dequantize_nf4(weight, state), nf4.spec(weight, state))
 
 
@@ -129,6 +130,7 @@ def test_no_byte_beyond_a_tensor_is_touched(nf4, shape, nested):
     process.start()
     process.join(30)
     process.kill()
+    process.join()
     status = process.exitcode
     assert status == 0, f"status {status}; -11: memory beyond a tensor was touched, -9: it hung"
     assert_same_bits(out, nf4.spec(weight, state))  # the memory is shared
@@ -259,6 +261,7 @@ def check_the_machine_code():
     assert any(name.startswith("FFMA") for name in control), "the count sees no FMA"
     nf4 = shared.load()
     columns = t4.count_ours(nf4)
+    # As many as Triton 3.5 to 3.9 make. If another one makes more, section 8 has to say so.
     for dtype, most in (("fp16", 173), ("bf16", 235)):
         compiled = t4.compile_ours(nf4, f"*{dtype}")
         nf4.evidence(compiled.asm["ptx"], n_spills=0)  # raises; spills are looked for below

@@ -1,10 +1,10 @@
 """Keeps the record: what was measured, in results/, and the tables that the page and README show.
 
-    tools/record.py run/           takes in the run that README's commands left there
-    tools/record.py FILE.json      takes in what training.py, t4.py or tally.py wrote
-    tools/record.py                writes the tables anew, for one after an edit of measured code
-    tools/record.py check          says whether page, README, results/ and outputs agree
-    tools/record.py check --fresh  asks as well that all was measured with the present code
+    python tools/record.py run/           takes in the run that README's commands left there
+    python tools/record.py FILE.json      takes in what training.py, t4.py or tally.py wrote
+    python tools/record.py                writes the tables anew, after an edit of measured code
+    python tools/record.py check          says whether page, README, results/ and outputs agree
+    python tools/record.py check --fresh  asks as well that all was measured with the present code
 
 People write sentences, and this program writes tables: each lies between <!-- NAME:start --> and
 <!-- NAME:end -->, with a line that says where and when it was measured, and whether the code has
@@ -28,14 +28,16 @@ NEEDED = {  # {kind: what its data must have}; the training's is a list
     "rehearsal": ("kernels", "compared", "pipes"),
     "tests": ("GPUs", "passed", "failed", "skipped"),
 }
+TAKE = "python tools/record.py"
 COMMANDS = {
-    "run": "run the notebook on a GPU (README, Run it), then tools/record.py run/",
-    "training": "run tools/training.py training.json on a GPU, then tools/record.py training.json",
-    "rehearsal": "run tools/t4.py rehearse DIR on a GPU, then tools/record.py DIR/rehearsal.json",
-    "tests": "run tools/tally.py tests.json on a GPU, then tools/record.py tests.json",
+    "run": f"run the notebook on a GPU (README, Run it), then {TAKE} run/",
+    "training": f"run python tools/training.py FILE.json on a GPU, then {TAKE} FILE.json",
+    "rehearsal": f"run python tools/t4.py rehearse DIR on a GPU, then {TAKE} DIR/rehearsal.json",
+    "tests": f"run python tools/tally.py FILE.json on a GPU, then {TAKE} FILE.json",
 }
 TOOLS = [kind for kind in COMMANDS if kind != "run"]  # each writes one file
-ADDED = ("code", "sha256")  # fields that take_run adds to the notebook's JSON
+SEAL = "sha256"  # the hash of what was measured, which taking it in adds
+ADDED = ("code", SEAL)  # to the notebook's JSON
 PROGRESS = re.compile(r"\r?rounds:[^\r\n]*|\r *")  # a bar, and what clears its line
 ROWS = {  # of the first table: {contender: what the reader sees}
     "Unsloth": "today's Unsloth ({unsloth})",
@@ -66,9 +68,9 @@ def read_runs():
     return dict(sorted(runs.items(), key=lambda item: (item[1].get("date", ""), item[0])))
 
 
-def text_of(run):
-    """Return the text that the notebook wrote of a run: all but what take_run adds."""
-    written = {key: run[key] for key in run if key not in ADDED}
+def text_of(measured, added=ADDED):
+    """Return the text that the notebook or a tool wrote: all but what taking it in has added."""
+    written = {key: measured[key] for key in measured if key not in added}
     return json.dumps(written, indent=1) + "\n"
 
 
@@ -139,8 +141,11 @@ def take(path):
     wrong = [] if found.get("gpu") else ["it was made without a GPU"]
     if found.get("code") != shared.code_of(kind):
         wrong.append("it measured other code than the repository's")
+    if SEAL in found:
+        wrong.append("it is not the file that the tool wrote")
     wrong += objections_to_data(kind, found.get("data") or {})
     refuse(path, wrong, kind)
+    found[SEAL] = digest(text_of(found, [SEAL]))
     write_tables(nbformat.read(shared.NOTEBOOK, as_version=4), {kind: found})
     shared.write(results() / f"{kind}.json", found)
 
@@ -175,7 +180,7 @@ def take_run(folder):
         cell.outputs = [output for output in ran.outputs if output.get("text", "x").strip()]
         cell.execution_count = ran.execution_count
     notebook.metadata["outputs"] = outputs_of(notebook)
-    run |= {"code": shared.code_of("run", executed), "sha256": sha256}
+    run |= {"code": shared.code_of("run", executed), SEAL: sha256}
     write_tables(notebook, {"runs": read_runs() | {name: run}})
     shared.write(results() / "runs" / name, run)
 
@@ -367,16 +372,18 @@ def objections_to_record(notebook, record):
     if notebook.metadata.get("outputs") != outputs_of(notebook):
         yield f"the notebook's outputs are not those that were taken in: {COMMANDS['run']}"
     name, sha256 = shown_run(notebook)
-    if not record["run"] or record["run"].get("sha256") != sha256:
+    if not record["run"] or record["run"].get(SEAL) != sha256:
         yield f"results/runs/ lacks the run of the notebook's outputs, {name}, as it was written"
     for file, run in record["runs"].items():
         yield from (f"results/runs/{file}: {each}" for each in objections_to_data("run", run))
-        if "code" not in run or run.get("sha256") != digest(text_of(run)):
+        if "code" not in run or run.get(SEAL) != digest(text_of(run)):
             yield f"results/runs/{file} is not as it was taken in: {COMMANDS['run']}"
     for kind in TOOLS:
         if record[kind]:
             objections = objections_to_data(kind, record[kind].get("data") or {})
             yield from (f"results/{kind}.json: {each}" for each in objections)
+            if record[kind].get(SEAL) != digest(text_of(record[kind], [SEAL])):
+                yield f"results/{kind}.json is not as it was taken in: {COMMANDS[kind]}"
 
 
 def disagreements(notebook, readme):
@@ -388,7 +395,7 @@ def disagreements(notebook, readme):
     if not found:  # else tables cannot be written
         tables = tables_of(record)
         found = [
-            f"{where} does not show the record's tables: run tools/record.py"
+            f"{where} does not show the record's tables: run {TAKE}"
             for where, text in texts.items()
             if with_tables(text, tables) != text
         ]
@@ -427,5 +434,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except KeyboardInterrupt:
-        again = " ".join(["tools/record.py", *sys.argv[1:]])
+        again = " ".join([TAKE, *sys.argv[1:]])
         raise SystemExit(f"interrupted, and results/ is as it was: run {again} again") from None

@@ -2,7 +2,8 @@
 
     python tools/tally.py FILE    on a GPU, three minutes: writes what tools/record.py takes in
 
-It hands no option to pytest, so a tally is always of all tests.
+It takes no choice of tests, so a tally is always of all of them (but the faults, which are for a
+CPU).
 """
 
 import os
