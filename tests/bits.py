@@ -52,3 +52,9 @@ def assert_same_bits(out, wanted):
     bits = [torch.where(each.isnan(), math.nan, each).view(integer) for each in (out, wanted)]
     what = "These are bits, as integers. The formula is `spec`, in section 2 of the notebook."
     torch.testing.assert_close(*bits, rtol=0, atol=0, msg=lambda text: f"{text}\n{what}")
+
+
+def assert_same_results(results, expected):
+    """Compare all bits of two lists of tensors."""
+    for out, wanted in zip(results, expected, strict=True):
+        assert_same_bits(out, wanted)

@@ -10,6 +10,7 @@ import sys
 import types
 from unittest import mock
 
+import bits
 import bitsandbytes as bnb
 import helpers
 import pytest
@@ -60,15 +61,6 @@ def n_ours(nf4, calls, monkeypatch):
 def given(nf4, device):
     """A packed weight of more than 256 blocks, and its QuantState."""
     return nf4.quantized((300, 64), torch.float16, device)
-
-
-def assert_same(results, expected):
-    """Compare all bits of two lists of tensors."""
-    differing = [
-        sys.modules["nf4_triton"].bits_differing(*pair)
-        for pair in zip(results, expected, strict=True)
-    ]
-    assert not any(differing), f"in each result so many elements differ: {differing}"
 
 
 LAYERS = {  # {what is unusual: how it is made}
@@ -131,7 +123,7 @@ def test_outputs_and_gradients_keep_stocks_bits(device, integrations, n_ours, wh
 
     expected = results()
     with integrations.in_bitsandbytes():
-        assert_same(results(), expected)
+        bits.assert_same_results(results(), expected)
     assert (n_ours() > 0) == (what != "FP4"), "at least the backward pass uses ours"
 
 
@@ -154,7 +146,7 @@ def test_a_product_keeps_stocks_bits(device, integrations, n_ours, calls, cuda_o
     with integrations.in_bitsandbytes():
         product = getattr(cuda_ops, PRODUCT)
         outs = [product(*given, **nested) for _ in range(2)]
-    assert_same([*outs, product(*given, **nested)], 3 * [expected])
+    bits.assert_same_results([*outs, product(*given, **nested)], 3 * [expected])
     assert n_ours() == 2 * (what != "FP4"), "expected two calls of ours, within the context"
     assert calls.n_by_operator == (what != "FP4"), "the second call is a plan's"
 
@@ -177,7 +169,7 @@ def test_stock_gets_what_ours_refuses_without_a_word(given, integrations, monkey
             assert bnb.functional.dequantize_4bit(weight, each, None, filled) == "theirs"
             theirs.assert_called_with(weight, each, None, filled, None, "fp4")
         kept = bnb.functional.dequantize_4bit(weight, state)
-    assert_same([kept], [STOCK(weight, state)])
+    bits.assert_same_results([kept], [STOCK(weight, state)])
     assert theirs.call_count == len(cases) and said() == []
 
 
@@ -232,7 +224,7 @@ def test_outside_a_context_nothing_of_ours_runs(
         pass
     assert bnb.functional.dequantize_4bit is STOCK
     for function in (kept, tool.wrapper, STOCK):
-        assert_same([function(*given)], [STOCK(*given)])
+        bits.assert_same_results([function(*given)], [STOCK(*given)])
     assert n_ours() == 0, "ours ran outside a context"
     with integrations.in_bitsandbytes():
         bnb.functional.dequantize_4bit(*given)
@@ -290,16 +282,16 @@ def test_compiled_code_uses_ours_only_within_a_context(device, integrations, cal
     layer = layer_of(device, **LAYERS[what])
     expected, step = compiled_step(layer)(), compiled_step(layer)
     with integrations.in_bitsandbytes():
-        assert_same(step(), expected)
+        bits.assert_same_results(step(), expected)
         n_inside = calls.n_by_operator
     assert n_inside > 0, "ours did not run inside the context"
-    assert_same(step(), expected)
+    bits.assert_same_results(step(), expected)
     assert calls.n_by_operator == n_inside, "ours ran after the context"
     with torch.compiler.set_stance("fail_on_recompile"):
         with integrations.in_bitsandbytes(), integrations.in_bitsandbytes():
-            assert_same(step(), expected)
+            bits.assert_same_results(step(), expected)
         assert calls.n_by_operator == 2 * n_inside, "ours did not run in the next context"
-        assert_same(step(), expected)
+        bits.assert_same_results(step(), expected)
     assert calls.n_by_operator == 2 * n_inside, "ours ran after the context"
 
 
@@ -321,7 +313,7 @@ def test_what_outlives_the_context_runs_nothing_of_ours(given, integrations, cal
     with integrations.in_bitsandbytes():
         made = OUTLIVING[how](Module())
     n_inside = calls.n_by_operator  # jit.trace runs what it traced once more
-    assert_same([made()], [STOCK(*given)])
+    bits.assert_same_results([made()], [STOCK(*given)])
     assert calls.n_by_operator == n_inside, "ours ran after the context"
 
 
@@ -350,7 +342,7 @@ def test_training_and_merging_with_peft_keep_stocks_bits(device, integrations, n
     ids = torch.randint(128, (2, 8), device=device)
     expected = trained(model, ids)
     with integrations.in_bitsandbytes():
-        assert_same(trained(model, ids), expected)
+        bits.assert_same_results(trained(model, ids), expected)
     assert n_ours() >= 2 * 4 + 7, "backward passes (q, k, v need none) and the merge"
 
 
@@ -361,7 +353,7 @@ def test_training_and_merging_with_peft_keep_stocks_bits(device, integrations, n
 def unsloth(monkeypatch):
     """Stands in for Unsloth's modules, and for two that have another right to the name.
 
-    On a GPU: test_unsloths_lora_functions_keep_their_bits uses the real one.
+    On a GPU: test_unsloth.py uses the real one.
     """
     called = mock.Mock(return_value="theirs")
 
@@ -395,7 +387,7 @@ def test_each_module_of_unsloth_uses_ours_within_the_context(given, integrations
             kept.append(module.fast_dequantize)
             out = module.fast_dequantize(weight, quant_state=state, use_global_buffer=True)
             row = module.fast_dequantize(weight.view(1, -1), state, None, True)
-            assert_same([out, row], [expected, expected.t()])
+            bits.assert_same_results([out, row], [expected, expected.t()])
         assert all(module.fast_dequantize is function for module, function in unsloth.others)
         assert not unsloth.called.called, "Unsloth's own function ran"
         assert bnb.functional.dequantize_4bit is STOCK, "bitsandbytes has a context of its own"
@@ -436,7 +428,7 @@ def with_an_unknown_signature(W, state, buffer):
 def test_an_unsloth_of_four_arguments_gets_four(given, integrations, n_ours, unsloth, monkeypatch):
     monkeypatch.setattr(unsloth.utils, "fast_dequantize", of_august_2026)
     with integrations.in_unsloth():
-        assert_same([unsloth.utils.fast_dequantize(*given)], [STOCK(*given)])
+        bits.assert_same_results([unsloth.utils.fast_dequantize(*given)], [STOCK(*given)])
         assert unsloth.utils.fast_dequantize(given[0], None) == "theirs"
     assert n_ours() == 1
 
@@ -473,72 +465,3 @@ def test_readmes_lines_open_one_context_and_close_it(integrations, monkeypatch, 
     exec(block, {"model": model, "batch": {"x": torch.ones(1, requires_grad=True)}})
     assert seen == [(context == "in_unsloth", context == "in_bitsandbytes")]
     assert are_stock() == (True, True)
-
-
-def compare_unsloths_functions():
-    """Each LoRA function of Unsloth, forward and backward, as it is and within the context."""
-    from unsloth.kernels import fast_lora
-
-    nf4 = shared.load()
-    from nf4_integrations import in_unsloth
-
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
-    layer = training.build(sizes, "cuda").get_submodule("base_model.model.model.layers.0")
-    attention = layer.self_attn
-    functions = {  # {what: (the function, the weights that it dequantizes in both directions)}
-        "MLP": (lambda x: [fast_lora.apply_lora_mlp_swiglu(layer.mlp, x, inplace=False)], 6),
-        "QKV": (lambda x: fast_lora.apply_lora_qkv(attention, x, inplace=False), 6),
-        "O": (lambda x: [fast_lora.apply_lora_o(attention, x)], 2),
-    }
-    x = torch.randn(2, 64, 512, device="cuda", dtype=torch.bfloat16)
-
-    def eager(function):
-        """Return the outputs, the gradient of x, and those of the adapters."""
-        leaves = [x.clone().requires_grad_(), *training.adapters_of(layer)]
-        outs = function(leaves[0])
-        loss = sum(out.float().square().sum() for out in outs)
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True)  # other layers' adapters
-        return [each.detach() for each in (*outs, *grads) if each is not None]
-
-    def compiled(function):
-        torch._dynamo.reset()
-        return eager(torch.compile(function, fullgraph=True))
-
-    def in_a_cuda_graph(function):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # what is compiled or planned, is so before
-                eager(function)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = eager(function)
-        for each in results:
-            each.zero_()
-        graph.replay()
-        return results
-
-    for how in (eager, compiled, in_a_cuda_graph):
-        # A counter in what is compiled would break its graph: there the operator's body is counted.
-        name = "run_operator" if how is compiled else "dequantize_nf4"
-        for what, (function, n_weights) in functions.items():
-            print(what, how.__name__)  # the last one printed is the one that failed
-            with mock.patch.object(nf4, name, wraps=getattr(nf4, name)) as ours:
-                expected = how(function)
-                assert not ours.called
-                with in_unsloth():
-                    assert_same(how(function), expected)
-                assert ours.call_count >= n_weights, f"ours ran {ours.call_count} times"
-                ours.reset_mock()
-                assert_same(how(function), expected)
-                assert not ours.called, "after the context"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs unsloth")
-def test_unsloths_lora_functions_keep_their_bits(tmp_path):
-    """In a process of its own: Unsloth changes transformers and peft when it is imported."""
-    script = "import unsloth, test_integrations as tests; tests.compare_unsloths_functions()"
-    environment = {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_COMPILE_LOCATION": str(tmp_path)}
-    helpers.run_in_a_process(script, **environment)

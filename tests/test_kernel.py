@@ -261,7 +261,7 @@ def check_the_machine_code():
     assert any(name.startswith("FFMA") for name in control), "the count sees no FMA"
     nf4 = shared.load()
     columns = t4.count_ours(nf4)
-    # As many as Triton 3.5 to 3.9 make. If another one makes more, section 8 has to say so.
+    # Triton 3.6 and 3.9 make no more. If another one does, section 8 has to say so.
     for dtype, most in (("fp16", 173), ("bf16", 235)):
         compiled = t4.compile_ours(nf4, f"*{dtype}")
         nf4.evidence(compiled.asm["ptx"], n_spills=0)  # raises; spills are looked for below
