@@ -5,11 +5,8 @@ import json
 import math
 import os
 import types
-from pathlib import Path
 
-import nbclient
 import pytest
-import sanitize
 import shared
 import t4
 import tally
@@ -89,47 +86,6 @@ def test_the_clock_that_a_t4_needs_is_that_of_the_busiest_pipe():
     assert clock["ours"] == round(weights_per_s * 32 / 64 / 1e6)
 
 
-COMPARED = [{"case": "a", "path": "plan", "weights": 9, "differing": 0}]
-REHEARSALS = {  # {what was compiled: (cubins, what is said, if it is refused)}
-    "all for a T4": ([b".target sm_75", b".target sm_75"], None),
-    "one for another GPU": ([b".target sm_75", b".target sm_90"], "1 of 2 are not"),
-    "nothing": ([], "0 of 0 are not"),
-    "a cell fails": (None, "a cell failed"),
-}
-
-
-@pytest.mark.parametrize("what", REHEARSALS)
-def test_a_rehearsal_counts_only_if_all_was_compiled_for_a_t4(tmp_path, monkeypatch, what):
-    cubins, said = REHEARSALS[what]
-
-    class Client:
-        """Stands for the notebook's run, and leaves what that leaves."""
-
-        def __init__(self, notebook, resources):
-            self.scratch = Path(resources["metadata"]["path"])
-
-        def execute(self, env):
-            if cubins is None:
-                raise RuntimeError("a cell failed")
-            record = {"compared": COMPARED}
-            shared.write(self.scratch / "results" / "runs" / "tesla-t4-today.json", record)
-            shared.write(self.scratch / "pipes.json", [{"ours": 1}])
-            for i, cubin in enumerate(cubins):
-                (self.scratch / f"{i}.cubin").write_bytes(cubin)
-
-    monkeypatch.setattr(nbclient, "NotebookClient", Client)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    with pytest.raises(SystemExit, match=said) if said else contextlib.nullcontext():
-        t4.rehearse(tmp_path)
-    assert (tmp_path / "rehearsal.json").exists() == (said is None)
-    if said is None:
-        data = json.loads((tmp_path / "rehearsal.json").read_text())["data"]
-        assert data == {"compared": COMPARED, "pipes": [{"ours": 1}], "kernels": 2}
-
-
 @pytest.mark.parametrize("status", [0, 1, 2], ids=["passed", "some failed", "interrupted"])
 def test_a_tally_is_of_all_tests_and_of_errors_as_failures(tmp_path, monkeypatch, status):
     stats = {"passed": [1, 2], "failed": [3], "error": [4], "skipped": [5], "warnings": [6]}
@@ -152,24 +108,6 @@ def test_a_tally_is_of_all_tests_and_of_errors_as_failures(tmp_path, monkeypatch
         counts = {"passed": 2, "failed": 2, "skipped": 1}
         data = json.loads(file.read_text())["data"]
         assert data == {"GPUs": torch.cuda.device_count()} | counts
-
-
-SUMMARY = "========= ERROR SUMMARY: {} errors\n"
-
-
-@pytest.mark.parametrize(
-    "launches, output, status, is_expected",
-    [
-        ("right", SUMMARY.format(0), 0, True),
-        ("right", SUMMARY.format(3), 9, False),
-        ("right", SUMMARY.format(0), 1, False),
-        ("right", "the sanitizer did not start", 0, False),
-        ("broken", SUMMARY.format(3), 9, True),
-        ("broken", SUMMARY.format(0), 0, False),
-    ],
-)
-def test_the_sanitizers_word_counts(launches, output, status, is_expected):
-    assert sanitize.is_expected(launches, output, status) == is_expected
 
 
 @pytest.mark.parametrize("name", ["differing", "median"], ids=["defined", "imported"])

@@ -119,7 +119,7 @@ def objections_to_data(kind, data):
     if kind in ("run", "rehearsal"):
         if not data["compared"]:
             yield "it compared no bits"
-        n_differing = sum(row["differing"] for row in data["compared"])
+        n_differing = sum(abs(row["differing"]) for row in data["compared"])
         if n_differing:
             yield f"the bits of {n_differing:,} weights differ from bitsandbytes'"
     if kind == "rehearsal" and not (data["kernels"] and data["pipes"]):
