@@ -150,7 +150,7 @@ class Calls:
         return ServedBy.OPERATOR
 
     def assert_served_by(self, layer, *wanted):
-        """Call as often as there are `wanted`, compare the bits, and what did the work."""
+        """Call once for each of `wanted`, compare the bits, and fail where another did the work."""
         found = [self.served_by(layer).value for _ in wanted]
         expected = [each.value for each in wanted]
         assert found == expected, f"expected calls to be served by {expected}, got {found}"
@@ -158,7 +158,8 @@ class Calls:
     def assert_right(self, out, layer):
         """Compare the bits with the page's formula.
 
-        On a CPU bitsandbytes' bf16 is made by it, too; test_kernel.py compares that otherwise.
+        On a CPU the stand-in for bitsandbytes uses the formula for bf16, too, so this shows nothing
+        of bitsandbytes there. test_kernel.py asks bitsandbytes itself.
         """
         assert not out.requires_grad
         bits.assert_same_bits(out, bits.formula(layer.weight, layer.quant_state))

@@ -381,7 +381,7 @@ def test_a_row_that_shows_nothing_says_so(repository, fault):
 
 @pytest.mark.parametrize("tests", sorted({tests for _, tests, _ in FAULTS}))
 def test_without_a_fault_the_same_tests_pass(repository, tests):
-    """Those of README's commands, which take a minute, are left to the run without faults."""
+    """README's commands, which take a minute, are skipped here: the plain run has them."""
     found = [fault for code, file, fault in FAULTS if file == tests and code != "README.md"]
     expressions = dict.fromkeys(fault.tests for fault in found)
     status, failed, output = ending(repository, tests, " or ".join(expressions))

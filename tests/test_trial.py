@@ -166,11 +166,9 @@ def test_torchs_launcher_refuses_a_kernel_that_asks_more(calls):
 
 
 def test_a_missing_private_function_is_logged_once(copied, caplog):
-    if not GPU:  # a torch without CUDA has none of these
-        for (
-            name
-        ) in "exchangeDevice getCurrentRawStream getDevice maybeExchangeDevice sleep".split():
-            copied.patch.setattr(torch._C, f"_cuda_{name}", None, raising=False)
+    names = "exchangeDevice getCurrentRawStream getDevice maybeExchangeDevice sleep"
+    for name in () if GPU else names.split():  # a torch without CUDA has none of these
+        copied.patch.setattr(torch._C, f"_cuda_{name}", None, raising=False)
     copied.patch.delattr(torch._C._dynamo.guards, "TensorGuards")
     copied.patch.setattr(torch.version, "cuda", "13.0")
     shared.execute(shared.defining("make_plan"), "make_plan again", vars(copied.nf4))
@@ -215,10 +213,14 @@ def waiting_forbidden(calls):
 @contextlib.contextmanager
 def another_thread_tries(calls):
     """The lock is held; a call that released it would make a trial beside the other thread's."""
-    calls.nf4.TRYING.acquire()
-    yield
-    assert calls.nf4.TRYING.locked(), "the other thread's lock was released"
-    calls.nf4.TRYING.release()
+    lock = calls.nf4.TRYING
+    lock.acquire()
+    try:
+        yield
+        assert lock.locked(), "the other thread's lock was released"
+    finally:
+        if lock.locked():
+            lock.release()
 
 
 HINDRANCES = {  # {why a trial cannot end now: f(calls), a context in which it cannot}
